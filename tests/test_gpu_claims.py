@@ -61,6 +61,25 @@ def test_what_runs_and_what_took_long_is_known(tmp_path, runner):
     assert runner.skipped(str(tmp_path)) == ["x.py::c"]
 
 
+def test_what_files_took_is_added_up(runner):
+    ran = [(float("inf"), "tests/gpu/x.py::a"), (20.0, "tests/gpu/x.py::b[::]"), (1.5, "y.py::a"), (30.0, "y.py::b")]
+    assert runner.by_file(ran) == ["y 2 in 32 s", "x 1 in 20 s"]
+
+
+def test_what_takes_long_is_begun_first(tmp_path):
+    conftest = Path(__file__).parent / "gpu" / "conftest.py"
+    shutil.copy(conftest, tmp_path)
+    (tmp_path / "claims").mkdir()
+    body = "import pytest\n\n@pytest.mark.parametrize('case', list('abcdefgh'))\ndef test_{}(case):\n    pass\n"
+    for name, test in (("auto", "short"), ("stats", "figures_are_those_of_the_cpu"), ("gemm", "row_col")):
+        (tmp_path / f"test_gpu_{name}.py").write_text(body.format(test))
+    command = [sys.executable, "-m", "pytest", "-v", "-p", "no:cacheprovider", ".", "--claims=claims"]
+    said = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path).stdout
+    ran = [line.partition("::")[2].partition("[")[0] for line in said.splitlines() if " PASSED " in line]
+    long = {"test_figures_are_those_of_the_cpu", "test_row_col"}
+    assert len(ran) == 24 and set(ran[:16]) == long and set(ran[16:]) == {"test_short"}
+
+
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU here")
 def test_without_a_gpu_the_runner_fails_and_the_tests_are_skipped_with_a_reason():
     folder = Path(__file__).parent / "gpu"

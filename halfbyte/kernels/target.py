@@ -94,7 +94,16 @@ def nvidia(capability: int, multiprocessors: int) -> Target:
 
 
 def amd(name: str, multiprocessors: int) -> Target:
-    """Return an AMD GPU by its architecture, gfx942 for one: nothing that it alone has is used."""
+    """Return an AMD GPU by its architecture, gfx942 for one: nothing that it alone has is used.
+
+    Raises:
+        ValueError: that is none.
+    """
+    if not (name.startswith("gfx") and name[3:-2].isdecimal()):
+        raise ValueError(
+            f"torch {torch.__version__} calls the architecture of this AMD GPU {name!r}, where names such as gfx942 "
+            "tell what it has: install a torch for it, or give backend='reference'"
+        )
     # gfx10 and later are RDNA, whose warps have 32 threads; the last two letters are no part of the generation.
     return Target(name=name, backend=HIP, multiprocessors=multiprocessors, warp=64 if int(name[3:-2]) < 10 else 32)
 

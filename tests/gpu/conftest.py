@@ -12,6 +12,8 @@ NEEDS_GPU = "needs a CUDA GPU, and torch sees none"
 RAN = pytest.StashKey[bool]()
 SLOW_FIRST = ("auto", "grouped", "graphs", "fused", "transient", "quantize")
 """Files in the order of what their kernels take to compile; the others follow."""
+LONG = ("test_golden[edge_nvfp4-", "test_figures_are_those_of_the_cpu[", "test_row_col[")
+"""Tests that take minutes where nothing is compiled: begun last, they would be waited for."""
 LONGEST = 200  # characters of the name of a file that claims a test; file systems take 255
 SAME_KERNELS = ("shape", "groups")
 """Parameters that choose no other kernels: tests that differ in these alone run in one process."""
@@ -37,8 +39,13 @@ def pytest_collection_modifyitems(config, items):
             item.add_marker(pytest.mark.skip(reason=NEEDS_GPU))
     if config.getoption("--claims"):
         order = {f"test_gpu_{name}": place for place, name in enumerate(SLOW_FIRST)}
+
         # What stands together in a file is much alike: in this order processes seldom compile the same at once.
-        items.sort(key=lambda item: (order.get(item.path.stem, len(order)), crc32(_work(item).encode())))
+        def place(item: pytest.Function) -> tuple[bool, int, int]:
+            is_long = item.name.startswith(LONG)
+            return not is_long, order.get(item.path.stem, len(order)), crc32(_work(item).encode())
+
+        items.sort(key=place)
 
 
 def _sees_gpu() -> bool:

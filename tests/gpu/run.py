@@ -1,9 +1,9 @@
 """Run the GPU tests in several processes on each GPU: python3 tests/gpu/run.py [pytest options].
 
 They share Triton's cache and claim one test after the other; each sees all GPUs, another one first. Each process's
-report follows when it ends, then the slowest tests and those that were skipped; the exit status is that of the worst,
-and 1 if nothing ran: without a GPU, or if every test was skipped. A run that is stopped (SIGTERM, ctrl-C) names what
-was running.
+report follows when it ends, then the slowest tests, what each file took and what was skipped; the exit status is that
+of the worst, and 1 if nothing ran: without a GPU, or if every test was skipped. A run that is stopped (SIGTERM, ctrl-C)
+names what was running.
 """
 
 import os
@@ -17,7 +17,7 @@ from tempfile import TemporaryDirectory
 FOLDER = Path(__file__).parent
 NOTHING_COLLECTED = 5
 MOST_PROCESSES = 16  # on one GPU: each needs some GiB of its memory
-SLOWEST = 5
+SLOWEST = 8
 
 
 def start(claims: str, output: Path, gpus: list[str], options: list[str]) -> subprocess.Popen:
@@ -42,6 +42,16 @@ def records(claims: str) -> list[list[str]]:
     """Give [test, seconds, "ran" or "skipped"] of what has run, and [test, ""] for what runs."""
     lines = [line for record in Path(claims).iterdir() for line in record.read_text().splitlines()]
     return [line.split("\t") for line in lines]
+
+
+def by_file(ran: list[tuple[float, str]]) -> list[str]:
+    """Say for every file how many of its tests ended and their seconds, longest first."""
+    files: dict[str, list[float]] = {}
+    for seconds, test in ran:
+        if seconds < float("inf"):
+            files.setdefault(Path(test.partition("::")[0]).stem, []).append(seconds)
+    ordered = sorted(files.items(), key=lambda one: -sum(one[1]))
+    return [f"{name} {len(seconds)} in {sum(seconds):.0f} s" for name, seconds in ordered]
 
 
 def skipped(claims: str) -> list[str]:
@@ -107,6 +117,7 @@ def main(options: list[str]) -> int:
                 print("still running" if seconds == float("inf") else f"{seconds:.0f} s", test, flush=True)
             for test in skipped(claims):
                 print("skipped", test, flush=True)
+            print("; ".join(by_file(ran)), flush=True)
             print(f"{len(ran)} tests, {sum(s for s, _ in ran if s < float('inf')):.0f} s in all", flush=True)
     why = f"nothing ran: {missing}; " if missing else ""
     worst = worst or int(bool(missing))

@@ -59,6 +59,15 @@ def test_what_a_machine_has(machine):
     assert amd("gfx1201", 64).warp == 32
 
 
+@pytest.mark.parametrize("named", ["", "AMD Instinct", "gfx", "gfx9x42"])
+def test_an_architecture_without_a_name_is_said(machine, named):
+    machine(MI300 | {"gcnArchName": named}, hip="7.0.51831")
+    with pytest.raises(
+        ValueError, match=rf"calls the architecture of this AMD GPU '{named}', where names such as gfx942"
+    ):
+        find(GPU)
+
+
 def test_the_architecture_is_what_the_command_prints(machine, capsys):
     machine(MI300 | {"total_memory": 192 << 30}, hip="7.0.51831")
     assert cli.main(["env"]) == 0
