@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import combinations
 from typing import Any
 
 from torch import Tensor, nn
@@ -66,14 +67,23 @@ class NVFP4Colwise(ParallelStyle):
             layer.
         sequence_dim: the dimension of x that lies in parts.
         use_local_output: return what this rank holds, not a DTensor.
+
+    Raises:
+        ValueError: a name stands there twice.
     """
 
     def __init__(self, *names: str, sequence_dim: int = 1, use_local_output: bool = True) -> None:
         super().__init__()
+        twice = next((name for name in names if names.count(name) > 1), None)
+        if twice is not None:
+            raise ValueError(f"names={names}: {twice!r} stands there twice; name every layer once")
         self.names, self.sequence_dim, self.use_local_output = names, sequence_dim, use_local_output
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         layers: list[Any] = [getattr(module, name, None) for name in self.names] or [module]
+        for (a, one), (b, other) in combinations(zip(self.names, layers, strict=False), 2):
+            if one is other and one is not None:
+                raise ValueError(f"{a} and {b} are one layer; name it once")
         entry = _Entry(device_mesh, self.sequence_dim, None, self.use_local_output)
         for name, layer in zip(self.names or ("",), layers, strict=True):
             place_(layer, name, device_mesh, (Shard(0), Shard(0)), self.src_data_rank)

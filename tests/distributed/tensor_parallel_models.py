@@ -9,6 +9,7 @@ from functools import partial
 
 import ranks
 import torch
+from shared_experts import Answers
 from tensor_parallel_checks import ALL, differing_operands, recorded
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
@@ -309,3 +310,21 @@ def fused_mlp(rank: int, world: int) -> list[str]:
     # Kernels add up parts of the features in another order than all of them, which moves a code of what follows.
     limit = 1e-5 if ranks.device().type == "cpu" else 1e-2
     return [name for name, t in ends[0].items() if (own[name] - t).norm() > limit * t.norm()]
+
+
+def refusals(rank: int, world: int) -> dict[str, str]:
+    """Return what every misuse of the styles is answered with."""
+    found, mesh = Answers(), ranks.mesh(world)
+
+    def projections() -> nn.Module:
+        names = ("q_proj", "k_proj", "v_proj")
+        return nn.ModuleDict({name: hb.nn.Linear(64, 64, bias=False, recipe="nvfp4") for name in names})
+
+    def colwise(*names: str, change=lambda m: None) -> None:
+        module = projections()
+        change(module)
+        parallelize_module(module, mesh, hb.distributed.NVFP4Colwise(*names))
+
+    found.ask("a name twice", lambda: colwise("q_proj", "q_proj"))
+    found.ask("a layer twice", lambda: colwise("q_proj", "k_proj", change=lambda m: m.update({"k_proj": m["q_proj"]})))
+    return found

@@ -4,10 +4,15 @@ import ranks
 import tensor_parallel_checks as checks
 import tensor_parallel_models as models
 import torch
+from shared_experts import check_refusals
 from tensor_parallel_checks import Case
 
 WHOLE_BLOCKS, CUT_BLOCKS = (32, 64, 96), (37, 40, 72)
 RECIPES = ("nvfp4", "nvfp4_mxfp8_bwd", "rl", "quartet2", "row_scaled")
+REFUSED = {
+    "a name twice": r"ValueError: names=\('q_proj', 'q_proj'\): 'q_proj' stands there twice; name every layer once",
+    "a layer twice": "ValueError: q_proj and k_proj are one layer; name it once",
+}
 
 
 def test_operands_have_the_bytes_of_one_process():
@@ -24,6 +29,10 @@ def test_a_llama_block_under_torchs_own_plan():
 
 def test_a_llama_block_whose_activations_travel_as_codes():
     assert ranks.run(2, models.codes_operands, "nvfp4", torch.bfloat16, 1)[0] == []
+
+
+def test_what_is_refused():
+    check_refusals(models.refusals, REFUSED)
 
 
 def test_operands_that_travel_as_codes_take_at_most_0_29_of_the_bytes_of_bf16():
