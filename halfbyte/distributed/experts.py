@@ -7,6 +7,7 @@ is a choice: their values, or the codes that fprop reads (docs/numerics.md secti
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -421,6 +422,8 @@ class ExpertParallel(ParallelStyle):
 
     The module is called with this rank's tokens, sorted by expert, and the ends of the groups of all experts, and
     returns a row for each token, as without it; its forward sees the tokens of all ranks for the experts that are here.
+    Both are handed by place or by name: the names of forward's first two arguments, or x and offsets where it takes
+    them by name alone.
 
     Args:
         readers, dispatch, capacity, reduce: as for `shard_experts_`.
@@ -436,15 +439,31 @@ class ExpertParallel(ParallelStyle):
         options: dict[str, Any] = {"dispatch": self.dispatch, "capacity": self.capacity, "reduce": self.reduce}
         exchange = shard_experts_(module, device_mesh, *self.readers, src_data_rank=self.src_data_rank, **options)
         under_way: list[Arrived] = []
+        names = _names_of_tokens(module)
 
-        def enter(_: nn.Module, inputs: tuple) -> tuple:
-            x, offsets, *others = inputs
-            under_way[:] = [exchange.send(x, offsets)]
-            return under_way[0].x, under_way[0].offsets, *others
+        def enter(_: nn.Module, inputs: tuple, named: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
+            by_place, by_name = names[: len(inputs)], names[len(inputs) :]
+            for name in by_name:
+                if name not in named:
+                    raise TypeError(
+                        f"{name} is missing: give tokens sorted by expert and the ends of the groups of all experts as "
+                        f"{names[0]!r} and {names[1]!r}, by place or by name"
+                    )
+            under_way[:] = [exchange.send(*inputs[:2], *[named[name] for name in by_name])]
+            sent = dict(zip(names, under_way[0][:2], strict=True))
+            came = [sent[name] for name in by_place]
+            return (*came, *inputs[2:]), named | {name: sent[name] for name in by_name}
 
         def leave(_: nn.Module, inputs: tuple, output: Tensor) -> Tensor:
             return exchange.back(output, under_way.pop())
 
-        module.register_forward_pre_hook(enter)
+        module.register_forward_pre_hook(enter, with_kwargs=True)
         module.register_forward_hook(leave)
         return module
+
+
+def _names_of_tokens(module: nn.Module) -> tuple[str, str]:
+    """Return as what forward takes tokens and the ends of their groups."""
+    of_forward = inspect.signature(module.forward).parameters.values()
+    first = [one.name for one in of_forward if one.kind in (one.POSITIONAL_ONLY, one.POSITIONAL_OR_KEYWORD)][:2]
+    return (first[0], first[1]) if len(first) == 2 else ("x", "offsets")

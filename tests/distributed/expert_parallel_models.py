@@ -62,6 +62,37 @@ def alike(got: Tensor, want: Tensor, context: str = "") -> bool:
     return same(got, want) if ranks.device().type == "cpu" else off(got, want) <= limit(context)
 
 
+def called_by_name(rank: int, world: int) -> list[str]:
+    """Return which ways of handing a module its tokens by name differ from handing them by place."""
+    x, dy, offsets = given(rank, world)
+    want = step(shared(world), x, dy, offsets)
+    found = {}
+    ways = {"both": ("x", "offsets"), "ends alone": ("offsets",), "renamed": ("tokens", "ends")}
+    for way, own in (ways | {"named alone": ("x", "offsets")}).items():
+        module = {"renamed": Renamed, "named alone": NamedAlone}.get(way, Experts)()
+        parallelize_module(module, ranks.mesh(world, names=("ep",)), hb.distributed.ExpertParallel())
+        arguments = dict(zip(own, (x, offsets)[-len(own) :], strict=True))
+        y = module(**arguments) if len(own) == 2 else module(x, **arguments)
+        x.grad = None
+        y.backward(dy)
+        found[way] = [y.detach(), x.grad]
+    return unlike(found, want)
+
+
+class Renamed(Experts):
+    """Experts whose forward calls its arguments otherwise."""
+
+    def forward(self, tokens: Tensor, ends: Tensor, scale: float = 1.0) -> Tensor:
+        return super().forward(tokens * scale, ends)
+
+
+class NamedAlone(Experts):
+    """Experts whose forward takes its arguments by name alone."""
+
+    def forward(self, *, scale: float = 1.0, offsets: Tensor, x: Tensor) -> Tensor:
+        return super().forward(x * scale, offsets)
+
+
 def in_other_ways(rank: int, world: int, compiled: bool) -> list[str]:
     """Recomputed and with room for all, or compiled: the same bits, whatever the tokens travel as."""
     found = []
@@ -226,6 +257,8 @@ def _ask_of_layers(ask, world: int) -> None:
 
 def _ask_of_forwards(ask, world: int, x: Tensor, offsets: Tensor) -> None:
     ask("offsets", lambda: shared(world)(x, offsets[:2]))
+    ask("one argument", lambda: shared(world)(x))
+    ask("another name", lambda: shared(world)(x=x, ends=offsets))
     ask("not what arrived", lambda: changed_tokens(world, x, offsets))
     mixed = shared(world, "gate_up_proj", dispatch="nvfp4")
     hb.set_recipe_(mixed, "mxfp8")

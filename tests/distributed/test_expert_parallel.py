@@ -33,6 +33,8 @@ REFUSED = {
     "main_grad": "ValueError: down_proj: its weight has a main_grad",
     "zero": "ValueError: rank 0: model: .* is sharded already",
     "offsets": r"ValueError: x.shape=\(.*offsets.shape=\(2,\).*all 4 experts",
+    "one argument": "TypeError: offsets is missing: .* ends of the groups of all experts as 'x' and 'offsets'",
+    "another name": "TypeError: offsets is missing: .* as 'x' and 'offsets'",
     "not what arrived": "ValueError: .*x is not what arrived as codes",
     "mxfp8 later": "ValueError: fprop.a=MXFP8.*tokens cannot travel so",
     "two recipes": "ValueError: .* read nvfp4/.* and nvfp4/.*need one recipe",
@@ -79,6 +81,10 @@ def test_every_small_shape():
 
 def test_under_the_style():
     assert ranks.run(2, models.under_the_style) == [[], []]
+
+
+def test_tokens_that_are_handed_by_name():
+    assert ranks.run(2, models.called_by_name) == [[], []]
 
 
 def test_recomputed_and_with_room_for_all():
