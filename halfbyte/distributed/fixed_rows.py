@@ -17,7 +17,7 @@ from halfbyte.distributed.scales import all_gather
 from halfbyte.layout import ceil_div
 
 if TYPE_CHECKING:
-    from halfbyte.distributed.embedding import ShardedEmbedding
+    from halfbyte.distributed.embedding_rows import ShardedEmbedding
 
 ID_BYTES = 8
 NOBODY = -1

@@ -1,0 +1,181 @@
+"""What stands in the place of an embedding of which every rank keeps some rows: how these reach tokens."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from halfbyte.distributed.fixed_rows import ID_BYTES, FixedRows
+from halfbyte.layout import ceil_div
+
+
+class Precision(NamedTuple):
+    """What rows travel in, and what their gradients are summed in."""
+
+    rows: torch.dtype
+    gradients: torch.dtype
+
+    @classmethod
+    def of(cls, weight: Tensor, policy: Any) -> Precision:
+        rows = getattr(policy, "param_dtype", None) or weight.dtype
+        return cls(rows, getattr(policy, "reduce_dtype", None) or rows)
+
+    def size_of(self, weight: Tensor) -> int:
+        """Return the bytes of a weight's gather and of the reduction of its gradient."""
+        return weight.numel() * (self.rows.itemsize + self.gradients.itemsize)
+
+
+class ShardedEmbedding(nn.Module):
+    """An embedding of which this rank keeps the rows that FSDP2 would leave it.
+
+    sends_gradients: whether the next backward sends gradients to their owners, with those that were kept before.
+
+    Args:
+        whole: what stood in its place.
+        weight: its weight as a DTensor parameter.
+        mesh: of one dimension, or two of HSDP.
+        precision: of rows and gradients.
+        tokens: of a rank, for which messages of one size have room; None where ranks count first.
+    """
+
+    def __init__(
+        self, whole: nn.Embedding, weight: nn.Parameter, mesh: Any, precision: Precision, tokens: int | None = None
+    ) -> None:
+        super().__init__()
+        self.num_embeddings, self.embedding_dim = whole.num_embeddings, whole.embedding_dim
+        self.weight = weight
+        self.train(whole.training)
+        self._mesh, self.precision, self._tokens = mesh, precision, tokens
+        self.sends_gradients = True
+        self.kept: list[tuple[Tensor, Tensor]] = []
+        self.traffic = {"rows": 0, "gradients": 0, "exchanges": 0}
+
+    def extra_repr(self) -> str:
+        """Return what nn.Embedding shows, and who keeps what."""
+        return f"{self.num_embeddings}, {self.embedding_dim}, rows of {self._mesh.size(self._mesh.ndim - 1)} ranks"
+
+    def forward(self, ids: Tensor) -> Tensor:
+        """Return the rows [..., dim] of int64 ids [...]; every rank must call it.
+
+        Raises:
+            TypeError: ids are no integers.
+            IndexError: an id names no row, on a CPU; on a GPU the device reports it, where messages have one size.
+        """
+        if torch.compiler.is_compiling():
+            from halfbyte.functional.eager import eagerly
+
+            return eagerly(self._rows_of, (ids,), {})
+        return self._rows_of(ids)
+
+    def _rows_of(self, ids: Tensor) -> Tensor:
+        if ids.dtype == torch.bool or ids.dtype.is_floating_point:  # which would be rounded to the row of another
+            raise TypeError(f"ids.dtype={ids.dtype}: rows are named by integers; give int64")
+        local: Any = self.weight
+        kind = _Rows if self._tokens is None else FixedRows
+        return kind.apply(self, ids, local.to_local()).view(*ids.shape, self.embedding_dim)
+
+    def room(self, tokens: int) -> int:
+        """Return for how many tokens a message of one size has room, if this rank has so many now."""
+        assert self._tokens is not None, "messages have the size of what is counted"
+        return max(1, ceil_div(tokens, self._tokens)) * self._tokens
+
+    @property
+    def group(self) -> dist.ProcessGroup:
+        """The ranks that share the rows."""
+        return self._mesh.get_group(self._mesh.ndim - 1)
+
+    @torch.no_grad()
+    def ask(self, named: Tensor) -> _Asked:
+        """Tell the owners of distinct rows, ascending, that this rank needs them."""
+        group, world = self.group, dist.get_world_size(self.group)
+        chunk = ceil_div(self.num_embeddings, world)
+        counts = torch.bincount(named // chunk, minlength=world)
+        if counts.numel() > world:
+            raise IndexError(f"ids: the embedding has {self.num_embeddings} rows, and one of {int(named[-1])} is asked")
+        theirs = torch.empty_like(counts)
+        dist.all_to_all_single(theirs, counts, group=group)
+        needs, gives = torch.stack((counts, theirs)).tolist()
+        asked = named.new_empty(sum(gives))
+        dist.all_to_all_single(asked, named, gives, needs, group=group)
+        self.traffic["rows"] += self._foreign(gives, ID_BYTES)
+        return _Asked(asked - chunk * dist.get_rank(group), gives, needs)
+
+    def _foreign(self, counts: list[int], size: int) -> int:
+        """Return the bytes of what others send, of so many things of everybody."""
+        return (sum(counts) - counts[dist.get_rank(self.group)]) * size
+
+    @torch.no_grad()
+    def fetch(self, asked: _Asked, local: Tensor) -> Tensor:
+        """Return the rows that this rank asked for, in its order."""
+        own = local.index_select(0, asked.rows).to(self.precision.rows)
+        found = own.new_empty(sum(asked.needs), self.embedding_dim)
+        dist.all_to_all_single(found, own, asked.needs, asked.gives, group=self.group)
+        self.traffic["rows"] += self._foreign(asked.needs, self.embedding_dim * own.element_size())
+        self.traffic["exchanges"] += 1
+        return found
+
+    @torch.no_grad()
+    def send(self, named: Tensor, gradients: Tensor, asked: _Asked, local: Tensor) -> Tensor:
+        """Return the gradient of this rank's rows: the mean over the ranks of what they have kept and make now."""
+        gradients = gradients.to(self.precision.gradients)
+        if self.kept or not self.sends_gradients:
+            self.kept.append((named, gradients))
+        if not self.sends_gradients:
+            return torch.zeros_like(local)
+        if self.kept:  # summed as they came, as FSDP2 does
+            named = torch.cat([ids for ids, _ in self.kept]).unique()
+            total = gradients.new_zeros(len(named), self.embedding_dim)
+            for ids, one in self.kept:
+                total.index_add_(0, torch.searchsorted(named, ids), one)
+            self.kept.clear()
+            gradients, asked = total, self.ask(named)
+        come = gradients.new_empty(sum(asked.gives), self.embedding_dim)
+        dist.all_to_all_single(come, gradients.contiguous(), asked.gives, asked.needs, group=self.group)
+        self.traffic["gradients"] += self._foreign(asked.gives, self.embedding_dim * come.element_size())
+        total = come.new_zeros(local.shape)
+        total.index_put_((asked.rows,), come, accumulate=True)  # sorted by row, in the order of ranks, on a GPU too
+        return self.averaged(total, local)
+
+    @property
+    def keeps(self) -> bool:
+        """Whether gradients wait for a backward that sends them."""
+        return bool(self.kept)
+
+    def averaged(self, total: Tensor, local: Tensor) -> Tensor:
+        """Return the gradient of this rank's rows, of what is the sum over the ranks that share the rows."""
+        if self._mesh.ndim > 1:
+            dist.all_reduce(total, group=self._mesh.get_group(0))
+        return total.div_(self._mesh.size()).to(local.dtype)
+
+
+class _Asked(NamedTuple):
+    """Rows of this rank that others need, and how many rows each of them needs of it and it of each."""
+
+    rows: Tensor
+    gives: list[int]
+    needs: list[int]
+
+
+class _Rows(torch.autograd.Function):
+    """The rows [ids, dim] of a batch; their gradients reach those that keep them."""
+
+    @staticmethod
+    def forward(ctx: Any, embedding: ShardedEmbedding, ids: Tensor, local: Tensor) -> Tensor:
+        named, place = torch.unique(ids.reshape(-1), return_inverse=True)
+        if named.numel() and int(named[0]) < 0:
+            raise IndexError(f"ids: {int(named[0])} names no row")
+        ctx.embedding, ctx.asked = embedding, embedding.ask(named)
+        ctx.save_for_backward(named, place, local)
+        return F.embedding(place, embedding.fetch(ctx.asked, local))
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, dy: Tensor) -> tuple[None, None, Tensor]:
+        named, place, local = ctx.saved_tensors
+        # As torch.nn.Embedding makes them: every row sums its tokens in their order.
+        gradients = torch.ops.aten.embedding_dense_backward(dy, place, len(named), -1, False)
+        return None, None, ctx.embedding.send(named, gradients, ctx.asked, local)
