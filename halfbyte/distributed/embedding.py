@@ -17,15 +17,13 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from halfbyte.distributed.embedding_rows import Precision, ShardedEmbedding
+from halfbyte.distributed.embedding_rows import CALL, Precision, ShardedEmbedding
 from halfbyte.distributed.fixed_rows import row_bytes_exchanged
 from halfbyte.distributed.head import HeadShards, exchanged_bytes, head_problem, shard_head
 from halfbyte.distributed.replacing import names_of_modules, replaced_problem
 from halfbyte.distributed.same import agree_to_gather
 from halfbyte.nn.linear import Linear
 from halfbyte.notebook import ShowsText
-
-CALL = "shard_embedding_"
 
 
 @dataclass(frozen=True, kw_only=True)

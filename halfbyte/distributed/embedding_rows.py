@@ -12,6 +12,10 @@ from torch import Tensor, nn
 from halfbyte.distributed.fixed_rows import ID_BYTES, FixedRows
 from halfbyte.layout import ceil_div
 
+CALL = "shard_embedding_"
+OPTIONS = {"padding_idx": None, "max_norm": None, "scale_grad_by_freq": False, "sparse": False}
+"""What of torch.nn.Embedding changes rows or gradients: where one is set, FSDP2 gathers the embedding."""
+
 
 class Precision(NamedTuple):
     """What rows travel in, and what their gradients are summed in."""
@@ -32,6 +36,8 @@ class Precision(NamedTuple):
 class ShardedEmbedding(nn.Module):
     """An embedding of which this rank keeps the rows that FSDP2 would leave it.
 
+    It has the attributes of `torch.nn.Embedding`, of which options that change rows or gradients stay unset.
+
     sends_gradients: whether the next backward sends gradients to their owners, with those that were kept before.
 
     Args:
@@ -40,19 +46,35 @@ class ShardedEmbedding(nn.Module):
         mesh: of one dimension, or two of HSDP.
         precision: of rows and gradients.
         tokens: of a rank, for which messages of one size have room; None where ranks count first.
+
+    Raises:
+        ValueError: such an option is set later.
     """
+
+    padding_idx: int | None
+    max_norm: float | None
+    scale_grad_by_freq: bool
+    sparse: bool
 
     def __init__(
         self, whole: nn.Embedding, weight: nn.Parameter, mesh: Any, precision: Precision, tokens: int | None = None
     ) -> None:
         super().__init__()
         self.num_embeddings, self.embedding_dim = whole.num_embeddings, whole.embedding_dim
+        self.norm_type = whole.norm_type  # which code that reads max_norm reads too
+        for name in OPTIONS:
+            setattr(self, name, getattr(whole, name))
         self.weight = weight
         self.train(whole.training)
         self._mesh, self.precision, self._tokens = mesh, precision, tokens
         self.sends_gradients = True
         self.kept: list[tuple[Tensor, Tensor]] = []
         self.traffic = {"rows": 0, "gradients": 0, "exchanges": 0}
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name in OPTIONS and value != OPTIONS[name]:
+            raise ValueError(f"{name}={value!r}: ranks look rows up without it; set it before {CALL}")
+        super().__setattr__(name, value)
 
     def extra_repr(self) -> str:
         """Return what nn.Embedding shows, and who keeps what."""

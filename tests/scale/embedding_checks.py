@@ -283,6 +283,23 @@ def replaced(rank: int, world: int) -> list[str]:
     return said
 
 
+def options(rank: int, world: int) -> dict[str, Any]:
+    """What a sharded embedding has of the options of torch.nn.Embedding, and what is said where one is set."""
+    model = nn.Sequential(nn.Embedding(40, DIM, norm_type=3.0))
+    names = [name for name in nn.Embedding.__constants__ if hasattr(model[0], name)]
+    before = {name: getattr(model[0], name) for name in names}
+    hb.distributed.shard_embedding_(model, ranks.mesh(world), tokens=4)
+    found: dict[str, Any] = {"same": {name: getattr(model[0], name) for name in names} == before, "names": names}
+    for name, value in (("padding_idx", 0), ("max_norm", 1.0), ("scale_grad_by_freq", True), ("sparse", True)):
+        setattr(model[0], name, before[name])
+        try:
+            setattr(model[0], name, value)
+        except ValueError as error:
+            found[name] = str(error)
+        assert getattr(model[0], name) == before[name]
+    return found
+
+
 def refusals(rank: int, world: int) -> list[str]:
     """What is said of arguments and ids that cannot be."""
     mesh = ranks.mesh(world)

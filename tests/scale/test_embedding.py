@@ -107,6 +107,14 @@ def test_what_another_module_cannot_stand_for_is_gathered():
         ]
 
 
+def test_it_has_the_options_of_an_embedding_and_takes_no_others():
+    options = ["padding_idx", "max_norm", "scale_grad_by_freq", "sparse"]
+    for rank in ranks.run(2, embedding_checks.options):
+        assert rank["same"] and {*options, "num_embeddings", "embedding_dim", "norm_type"} == {*rank["names"]}
+        for name in options:
+            assert rank[name].startswith(f"{name}=") and rank[name].endswith("set it before shard_embedding_")
+
+
 def test_what_cannot_be_is_refused():
     for rank in ranks.run(2, embedding_checks.refusals):
         assert rank == [
