@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ParallelStyle
 
 from halfbyte.distributed.feature_styles import Features, local_part, refuse_main_grad, share_parameters_
-from halfbyte.distributed.journey import CodesToExperts, Holders, Journey, Travel, journey
+from halfbyte.distributed.journey import CodesToExperts, Holders, Journey, Travel, journey, tell_of_failure
 from halfbyte.functional import grouped_linear
 from halfbyte.functional.autocast import autocast_dtype
 from halfbyte.functional.dispatch import dispatch_problem, dispatch_spec
@@ -97,8 +97,12 @@ class ExpertExchange:
             offsets: int32 [experts] of all ranks, cumulative ends of the groups; tokens behind the last are padding.
 
         Raises:
-            ValueError: shapes do not fit, or the recipe of a reader cannot be dispatched as codes.
+            ValueError: shapes do not fit, offsets descend or end behind the tokens, or the recipe of a reader cannot be
+                dispatched as codes.
             TypeError: offsets is no integer tensor.
+
+        Where offsets of one rank alone are wrong, the others raise a ValueError that names it. With a capacity values
+        on a GPU are checked there: no host waits, and the device of every rank reports a failed assertion.
         """
         if torch.compiler.is_compiling():
             from halfbyte.functional.eager import eagerly
@@ -142,12 +146,11 @@ class ExpertExchange:
 
     def _send(self, x: Tensor, offsets: Tensor) -> Arrived:
         refuse_foreign((("x", x), ("offsets", offsets)), "tokens")
-        check_offsets(offsets, x)
-        if x.dim() != 2 or offsets.shape[0] != self.ranks.experts:
-            raise ValueError(
-                f"x.shape={tuple(x.shape)}, offsets.shape={tuple(offsets.shape)}: give tokens [M, K] and the ends of "
-                f"the groups of all {self.ranks.experts} experts"
-            )
+        try:
+            self._check(x, offsets)
+        except (TypeError, ValueError):
+            tell_of_failure(self.ranks, x.device)
+            raise
         x = x.to(autocast_dtype(x.device) or x.dtype)
         how = journey(self.ranks, offsets.detach(), x.shape[0], self.capacity)
         self.dropped = how.dropped
@@ -159,6 +162,14 @@ class ExpertExchange:
         row = QuantTensor(Blocks(*blocks), spec, shape=shape, dtype=x.dtype, group_offsets=groups)
         self._held = _Held(values.detach(), row, _version(values))
         return Arrived(values, groups, how)
+
+    def _check(self, x: Tensor, offsets: Tensor) -> None:
+        check_offsets(offsets, x)
+        if x.dim() != 2 or offsets.shape[0] != self.ranks.experts:
+            raise ValueError(
+                f"x.shape={tuple(x.shape)}, offsets.shape={tuple(offsets.shape)}: give tokens [M, K] and the ends of "
+                f"the groups of all {self.ranks.experts} experts"
+            )
 
     def _spec(self) -> NVFP4 | None:
         if self.dispatch == "plain":

@@ -23,6 +23,8 @@ from halfbyte.spec import NVFP4
 
 TRAVEL = refusals("the way of tokens to their experts", "run the experts in one process")
 Way = Callable[[Tensor], Tensor]
+WRONG = -1
+"""What a rank sends in the place of every count if its offsets are wrong: no cumulative end is so small."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -121,6 +123,10 @@ def journey(ranks: Holders, offsets: Tensor, tokens: int, capacity: int | None) 
         tokens: how many there are, padding included.
         capacity: rows that one rank sends another, whatever the tokens choose; None: as many as there are, which the
             host has to know.
+
+    Raises:
+        ValueError: offsets of some rank descend or end behind its tokens; on every rank. Beside a capacity no host
+            waits for a GPU, whose device reports it, on every rank too.
     """
     ends = offsets.long()
     missing = ranks.world * ranks.each - ranks.experts
@@ -133,15 +139,15 @@ def journey(ranks: Holders, offsets: Tensor, tokens: int, capacity: int | None) 
 def _as_counted(ranks: Holders, ends: Tensor, tokens: int) -> Journey:
     """Return how all tokens travel; `ends` of groups are [world, each]."""
     starts = _starts(ends)
-    received = _exchanged(ranks, ends - starts[:, None])
+    received = _exchanged(ranks, _marked(ends - starts[:, None], ends, tokens))
     offsets, places = _sorted(received)
     sizes = received.diff(dim=1, prepend=received.new_zeros(ranks.world, 1))
     come = sizes.sum(1)
     places = (places - (come.cumsum(0) - come)[:, None]).flatten()  # of a row among those of all ranks
-    counted = torch.cat((ends[:, -1] - starts, come)).tolist()  # the one time that the host waits
-    sent, came = counted[: ranks.world], counted[ranks.world :]
-    if min(counted) < 0 or sum(sent) > tokens:
-        raise ValueError(f"offsets: they end at {sum(sent)} of {tokens} tokens; give the cumulative ends of the groups")
+    counts = torch.cat((ends[:, -1] - starts, come, _wrong(received)))
+    sent, came, wrong = counts.view(3, ranks.world).tolist()  # the one time that the host waits
+    if any(wrong):
+        raise ValueError(_said(ranks, wrong, ends, tokens))
     rows = torch.arange(sum(came), device=ends.device)
     back = places.repeat_interleave(sizes.flatten(), output_size=sum(came)).add_(rows)
     return Journey(ranks, tokens, sent, came, None, None, _inverse(back, rows), back, offsets, None)
@@ -151,7 +157,8 @@ def _within_capacity(ranks: Holders, ends: Tensor, tokens: int, capacity: int) -
     """Return how at most `capacity` tokens travel from each rank to each; `ends` of groups are [world, each]."""
     starts, rows = _starts(ends), torch.arange(ranks.world * capacity, device=ends.device)
     kept = (ends - starts[:, None]).clamp(max=capacity)
-    received = _exchanged(ranks, kept)
+    received = _exchanged(ranks, _marked(kept, ends, tokens))
+    check_received(ranks, received, ends, tokens)
     place, leaving = rows[:capacity], kept[:, -1]
     picked = torch.where(place < leaving[:, None], starts[:, None] + place, tokens).flatten()
     placed = ends.new_full((tokens + 1,), ranks.world * capacity).scatter_(0, picked, rows)[:tokens]
@@ -169,6 +176,52 @@ def _within_capacity(ranks: Holders, ends: Tensor, tokens: int, capacity: int) -
 def _starts(ends: Tensor) -> Tensor:
     """Return where the rows for each rank begin, int64 [world]."""
     return torch.cat((ends.new_zeros(1), ends[:-1, -1]))
+
+
+def _marked(leaving: Tensor, ends: Tensor, tokens: int) -> Tensor:
+    """Return what ranks are told of groups, WRONG throughout if these do not ascend or end behind the tokens."""
+    borders = torch.cat((ends.new_zeros(1), ends.flatten(), ends.new_full((1,), tokens)))
+    return leaving.masked_fill(borders.diff().amin() < 0, WRONG)
+
+
+def _wrong(received: Tensor) -> Tensor:
+    """Return of which ranks the offsets are wrong, bool [world]."""
+    return (received < 0).any(1)
+
+
+def check_received(ranks: Holders, received: Tensor, ends: Tensor, tokens: int) -> None:
+    """Raise ValueError if offsets of a rank are wrong; on a GPU the device reports it, and the host goes on.
+
+    Args:
+        ranks: that share the experts.
+        received: what they tell of their groups.
+        ends: of this rank's groups, [world, each].
+        tokens: of this rank.
+    """
+    wrong = _wrong(received)
+    if wrong.is_cuda:
+        torch._assert_async(~wrong.any(), "offsets of a rank that shares experts are no cumulative ends of its groups")
+    elif bool(wrong.any()):
+        raise ValueError(_said(ranks, wrong.tolist(), ends, tokens))
+
+
+def tell_of_failure(ranks: Holders, device: torch.device) -> None:
+    """Let the others raise that would wait for a rank which has no offsets for them."""
+    _exchanged(ranks, torch.full((ranks.world, ranks.each), WRONG, device=device))
+
+
+def _said(ranks: Holders, wrong: list[int], ends: Tensor, tokens: int) -> str:
+    """Return what is wrong with this rank's offsets, or whose are."""
+    if not wrong[ranks.rank]:
+        named = ", ".join(str(rank) for rank, is_wrong in enumerate(wrong) if is_wrong)
+        return (
+            f"offsets of rank {named} of those that share the experts are no cumulative ends of groups of its tokens; "
+            "it says what is wrong with them"
+        )
+    borders = [0, *ends.flatten().tolist()[: ranks.experts]]
+    found = (f"group {g} ends at {b}, before it begins, at {a}" for g, (a, b) in enumerate(pairwise(borders)) if b < a)
+    what = next(found, f"they end at {borders[-1]} of {tokens} tokens")
+    return f"offsets: {what}; give the cumulative ends of the groups"
 
 
 def _exchanged(ranks: Holders, ends: Tensor) -> Tensor:

@@ -95,6 +95,13 @@ def test_what_is_refused():
     check_refusals(models.refusals, REFUSED)
 
 
+def test_offsets_that_one_rank_has_wrong_raise_on_every_rank():
+    other, own = ranks.run(2, models.wrong_on_one, seconds=60)
+    assert len(other) == 10 and {text.partition(" of those")[0] for text in other} == {"ValueError: offsets of rank 1"}
+    starts = ("ValueError: offsets: group", "ValueError: offsets: they end at", "ValueError: x.shape=", "TypeError")
+    assert all(text.startswith(start) for text, start in zip(own, (*starts, "TypeError") * 2, strict=True)), own
+
+
 @pytest.mark.parametrize("dispatch", ["plain", "nvfp4"])
 def test_tokens_beyond_the_capacity_get_zeros(dispatch):
     found = ranks.run(2, models.beyond_the_capacity, dispatch)

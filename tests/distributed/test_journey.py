@@ -14,8 +14,15 @@ from halfbyte.distributed.journey import Holders, Journey, journey
 
 def journeys(world: int, offsets: list[torch.Tensor], tokens: int, capacity: int | None) -> list[Journey]:
     """Return the journeys of ranks, each a thread that hands the others its rows."""
+    made, said = run_ranks(world, offsets, tokens, capacity)
+    assert said == [""] * world
+    return made
+
+
+def run_ranks(world: int, offsets: list[torch.Tensor], tokens: int, capacity: int | None) -> tuple[list, list[str]]:
+    """Return the journeys of ranks, and what those say that raise ValueError."""
     box: dict[int, Any] = {}
-    barrier, made = threading.Barrier(world, timeout=30), [None] * world
+    barrier, made, said = threading.Barrier(world, timeout=30), [None] * world, [""] * world
 
     class Ranks(Holders):
         def exchange(self, t, received, sent):
@@ -27,14 +34,17 @@ def journeys(world: int, offsets: list[torch.Tensor], tokens: int, capacity: int
 
     def run(rank: int) -> None:
         ranks = Ranks(experts=len(offsets[0]), world=world, rank=rank, group="")
-        made[rank] = journey(ranks, offsets[rank], tokens, capacity)
+        try:
+            made[rank] = journey(ranks, offsets[rank], tokens, capacity)
+        except ValueError as error:
+            said[rank] = str(error)
 
     threads = [threading.Thread(target=run, args=(rank,)) for rank in range(world)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    return made
+    return made, said
 
 
 def sorted_rows(world: int, offsets: list[torch.Tensor], each: int, capacity: int | None) -> list[list[tuple]]:
@@ -76,3 +86,26 @@ def test_rows_lie_as_sorting_lays_them(world, experts, capacity):
             sent = [place for place in how.placed.tolist() if place < world * (capacity or 0)]
             assert [int(how.picked[place]) for place in sent] == sorted(set(how.picked.tolist()) - {tokens})
             assert how.dropped == int(offsets[here][-1]) - len(sent)
+
+
+@pytest.mark.parametrize("capacity", [None, 4, 64])
+@pytest.mark.parametrize(
+    ("ends", "what"),
+    [
+        ((5, 3, 8, 10), "group 1 ends at 3, before it begins, at 5"),
+        ((5, 8, 4, 10), "group 2 ends at 4, before it begins, at 8"),
+        ((-1, 3, 8, 10), "group 0 ends at -1, before it begins, at 0"),
+        ((5, 6, 8, 13), "they end at 13 of 12 tokens"),
+        ((1 << 40, 6, 8, 10), f"group 1 ends at 6, before it begins, at {1 << 40}"),
+    ],
+)
+@pytest.mark.parametrize("wrong", [0, 1])
+def test_ends_that_one_rank_has_wrong_raise_on_every_rank(wrong, ends, what, capacity):
+    offsets = [torch.tensor([2, 2, 7, 12])] * 2
+    offsets[wrong] = torch.tensor(ends)
+    _, said = run_ranks(2, offsets, 12, capacity)
+    assert said[wrong] == f"offsets: {what}; give the cumulative ends of the groups"
+    assert said[1 - wrong] == (
+        f"offsets of rank {wrong} of those that share the experts are no cumulative ends of groups of its tokens; it "
+        "says what is wrong with them"
+    )
