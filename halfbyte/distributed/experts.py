@@ -21,6 +21,7 @@ from torch.distributed.tensor.parallel import ParallelStyle
 
 from halfbyte.distributed.feature_styles import Features, local_part, refuse_main_grad, share_parameters_
 from halfbyte.distributed.journey import CodesToExperts, Holders, Journey, Travel, journey, tell_of_failure
+from halfbyte.distributed.tied import refuse_tied
 from halfbyte.functional import grouped_linear
 from halfbyte.functional.autocast import autocast_dtype
 from halfbyte.functional.dispatch import dispatch_problem, dispatch_spec
@@ -281,7 +282,8 @@ def shard_experts_(
     the exchange returns; a module whose forward takes (x, offsets) needs no change: `hb.distributed.ExpertParallel`.
 
     Args:
-        module: converted or about to be; of one or more GroupedLinear with equally many experts.
+        module: converted or about to be; of one or more GroupedLinear with equally many experts. A weight that it holds
+            under two names is refused; one that something outside it has too cannot be seen, and is one no more.
         mesh: of one dimension, of ranks that are neighbours, such as mesh["ep"]. Of two, mesh["ep", "tp"], where
             GroupedColwise and GroupedRowwise have shared every expert by features over mesh["tp"].
         readers: names of the layers that read the tokens which arrive, such as "gate_up_proj"; needed for "nvfp4".
@@ -308,6 +310,7 @@ def shard_experts_(
         raise ValueError(f"reduce={reduce!r}: give 'sum' or 'mean'")
     for name, layer in layers.items():
         _check_layer(name, layer, experts)
+    refuse_tied(module, layers)
     reading = [layers[name] for name in readers]
     if dispatch == "nvfp4":
         _check_recipes(dict(zip(readers, reading, strict=True)), features)

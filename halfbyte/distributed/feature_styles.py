@@ -17,6 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ParallelStyle
 
+from halfbyte.distributed.tied import refuse_tied, replace_
 from halfbyte.functional import grouped_linear
 from halfbyte.functional.derivatives import first_order, refusals
 from halfbyte.functional.earlier import refuse_delayed
@@ -127,7 +128,7 @@ def share_parameters_(module: nn.Module, share: Callable[[str, Tensor], Tensor])
         share: from a parameter's name and values to what becomes the parameter, which needs a gradient if that one did.
     """
     for name, param in list(module.named_parameters(recurse=False)):
-        setattr(module, name, nn.Parameter(share(name, param.detach()), requires_grad=param.requires_grad))
+        replace_(module, name, param, share(name, param.detach()))
 
 
 def refuse_main_grad(layer: GroupedRecipe, weight: Any) -> None:
@@ -239,6 +240,7 @@ class _GroupedStyle(ParallelStyle):
         _check_layer(layer, type(self).__name__, device_mesh)
         features = Features(device_mesh, self.dim, self.sections)
         _check_sizes(layer, features)
+        refuse_tied(layer, {layer.title: layer})
         places, source = features.placements, self.src_data_rank
         share_parameters_(
             layer, lambda name, data: distribute_tensor(data, device_mesh, [places[name]], src_data_rank=source)
@@ -250,7 +252,8 @@ class _GroupedStyle(ParallelStyle):
 class GroupedColwise(_GroupedStyle):
     """out_features of every expert of an hb.nn.GroupedLinear in parts, `Shard(1)`, for tokens that all ranks have.
 
-    The layer takes all of x and returns this rank's part of the output; gradients of x are summed over the ranks.
+    The layer takes all of x and returns this rank's part of the output; gradients of x are summed over the ranks. Of
+    tied weights holds what NVFP4Colwise says.
 
     Args:
         sections: of the output, such as 2 where gate and up are one weight: the output then is this rank's part of each

@@ -18,6 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ParallelStyle
 
+from halfbyte.distributed.tied import refuse_tied, replace_
 from halfbyte.functional.sharded import run_parts
 from halfbyte.nn.linear import Linear, LinearLayer, gather
 from halfbyte.nn.shared_input import SharedInput
@@ -62,6 +63,10 @@ class NVFP4Colwise(ParallelStyle):
     In the place of ColwiseParallel for one layer; or of PrepareModuleInput for the module that holds several and reads
     x in them alone, which then need no entry of their own in the plan.
 
+    As under torch's styles a weight that something outside the module has too, such as an embedding tied to a head, is
+    one no more: that one goes on with the whole weight, and neither learns what the other does. A style is not handed
+    the model, and cannot see it. What it sees is refused.
+
     Args:
         names: of layers of the module that read one x, such as "q_proj", "k_proj", "v_proj"; none: the module is the
             layer.
@@ -69,7 +74,7 @@ class NVFP4Colwise(ParallelStyle):
         use_local_output: return what this rank holds, not a DTensor.
 
     Raises:
-        ValueError: a name stands there twice.
+        ValueError: a name stands there twice; when applied, a weight is another layer's too.
     """
 
     def __init__(self, *names: str, sequence_dim: int = 1, use_local_output: bool = True) -> None:
@@ -85,8 +90,10 @@ class NVFP4Colwise(ParallelStyle):
             if one is other and one is not None:
                 raise ValueError(f"{a} and {b} are one layer; name it once")
         entry = _Entry(device_mesh, self.sequence_dim, None, self.use_local_output)
-        for name, layer in zip(self.names or ("",), layers, strict=True):
-            place_(layer, name, device_mesh, (Shard(0), Shard(0)), self.src_data_rank)
+        named = dict(zip(self.names or ("",), layers, strict=True))
+        _check_layers(module, named, device_mesh)
+        for layer in layers:
+            place_(layer, device_mesh, (Shard(0), Shard(0)), self.src_data_rank)
             layer.entry = entry
         if len(layers) > 1:
             shared = SharedInput(module, self.names)
@@ -98,7 +105,7 @@ class NVFP4Colwise(ParallelStyle):
 class NVFP4Rowwise(ParallelStyle):
     """Columns of a weight in parts, for an output whose tokens are: the gradient of it travels as codes.
 
-    In the place of RowwiseParallel(output_layouts=Shard(sequence_dim)).
+    In the place of RowwiseParallel(output_layouts=Shard(sequence_dim)). Of tied weights holds what NVFP4Colwise says.
 
     Args:
         sequence_dim: the dimension of the output that lies in parts.
@@ -111,25 +118,35 @@ class NVFP4Rowwise(ParallelStyle):
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         layer: Any = module
-        place_(layer, "", device_mesh, (Shard(1), Replicate()), self.src_data_rank)
+        _check_layers(module, {"": layer}, device_mesh)
+        place_(layer, device_mesh, (Shard(1), Replicate()), self.src_data_rank)
         layer.entry = _Entry(device_mesh, -1, self.sequence_dim, self.use_local_output)
         return module
 
 
-def place_(layer: Any, name: str, mesh: DeviceMesh, places: tuple, source: int | None) -> None:
+def place_(layer: Any, mesh: DeviceMesh, places: tuple, source: int | None) -> None:
     """Distribute the parameters of a layer over the ranks, in place.
 
     Args:
         layer: an hb.nn.Linear.
-        name: as the style was given it.
         mesh: of one dimension.
         places: of weight and bias.
         source: the rank whose values count, None for each rank's own.
-
-    Raises:
-        TypeError: it is no hb.nn.Linear.
-        ValueError: something about the layer does not go with DTensors.
     """
+    for key, place in zip(("weight", "bias"), places, strict=True):
+        param = getattr(layer, key)
+        if param is not None:
+            replace_(layer, key, param, distribute_tensor(param.detach(), mesh, [place], src_data_rank=source))
+
+
+def _check_layers(module: nn.Module, layers: dict[str, Any], mesh: DeviceMesh) -> None:
+    """Raise TypeError or ValueError if something about layers of a module does not go with DTensors."""
+    for name, layer in layers.items():
+        _check_layer(layer, name, mesh)
+    refuse_tied(module, {name or layer.title: layer for name, layer in layers.items()})
+
+
+def _check_layer(layer: Any, name: str, mesh: DeviceMesh) -> None:
     if type(layer) is not Linear:
         what = f"{name}={type(layer).__name__}" if name else f"module={type(layer).__name__}"
         raise TypeError(f"{what}: the style is for hb.nn.Linear; call hb.quantize_ first, or use torch's own style")
@@ -139,8 +156,3 @@ def place_(layer: Any, name: str, mesh: DeviceMesh, places: tuple, source: int |
         raise ValueError(f"{layer.title} shares its input in a fused module: parallelize before hb.nn.fuse_, not after")
     if layer.weight_cache is not None:
         raise ValueError(f"{layer.title} has a cached weight: call release() on the cache first")
-    for key, place in zip(("weight", "bias"), places, strict=True):
-        param = getattr(layer, key)
-        if param is not None:
-            data = distribute_tensor(param.detach(), mesh, [place], src_data_rank=source)
-            setattr(layer, key, nn.Parameter(data, requires_grad=param.requires_grad))

@@ -256,7 +256,30 @@ def _ask_of_layers(ask, world: int) -> None:
         "main_grad",
         lambda: share(changed(lambda m: setattr(m.down_proj.weight, "main_grad", torch.zeros(4, K, HIDDEN))), mesh),
     )
+    ask("tied", lambda: share(nn.ModuleList([first := Experts(), tied_to(first)]), mesh))
+    ask("tied to another", lambda: share(nn.ModuleList([first := Experts(), Holder(first.down_proj.weight)]), mesh))
+    layers = nn.ModuleList([first := Experts(), tied_to(first)])
+    style = hb.distributed.ExpertParallel()
+    ask("tied, one by one", lambda: parallelize_module(layers, mesh, {"0": style, "1": style}))
+    module = Experts()
+    both = nn.ModuleDict({"a": module, "b": module})  # one module under two names is no tie
+    ask("two names", lambda: share(both, mesh))
     ask("zero", lambda: hb.distributed.ZeroOptimizer(shared(world), torch.optim.AdamW))
+
+
+class Holder(nn.Module):
+    """Something else that has a weight of experts."""
+
+    def __init__(self, weight: nn.Parameter):
+        super().__init__()
+        self.kept = weight
+
+
+def tied_to(first: Experts) -> Experts:
+    """Return experts that have a weight of others."""
+    module = Experts()
+    module.down_proj.weight = first.down_proj.weight
+    return module
 
 
 def _ask_of_forwards(ask, world: int, x: Tensor, offsets: Tensor) -> None:

@@ -327,4 +327,16 @@ def refusals(rank: int, world: int) -> dict[str, str]:
 
     found.ask("a name twice", lambda: colwise("q_proj", "q_proj"))
     found.ask("a layer twice", lambda: colwise("q_proj", "k_proj", change=lambda m: m.update({"k_proj": m["q_proj"]})))
+
+    def tie(module: nn.Module, name: str) -> None:
+        module.get_submodule(name).weight = module["q_proj"].weight
+
+    found.ask("tied", lambda: colwise("q_proj", "k_proj", change=lambda m: tie(m, "k_proj")))
+    found.ask("tied to another", lambda: colwise("q_proj", change=lambda m: tie(m, "v_proj")))
+    found.ask("nothing", lambda: colwise("q_proj", "up_proj"))
+    for name, style in {"rows": hb.distributed.NVFP4Colwise(), "columns": hb.distributed.NVFP4Rowwise()}.items():
+        module = projections()
+        tie(module, "v_proj")
+        plan = {"q_proj": hb.distributed.NVFP4Colwise(), "v_proj": style}
+        found.ask(f"tied, {name}", partial(parallelize_module, module, mesh, plan))
     return found

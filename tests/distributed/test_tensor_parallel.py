@@ -12,6 +12,11 @@ RECIPES = ("nvfp4", "nvfp4_mxfp8_bwd", "rl", "quartet2", "row_scaled")
 REFUSED = {
     "a name twice": r"ValueError: names=\('q_proj', 'q_proj'\): 'q_proj' stands there twice; name every layer once",
     "a layer twice": "ValueError: q_proj and k_proj are one layer; name it once",
+    "tied": "ValueError: q_proj.weight and k_proj.weight are one parameter, .* give each its own",
+    "tied to another": "ValueError: q_proj.weight and v_proj.weight are one parameter, .* give each its own",
+    "nothing": "TypeError: up_proj=NoneType: the style is for hb.nn.Linear",
+    "tied, rows": "ValueError: .*its weight is that of another module, of which ranks keep parts .*give each its own",
+    "tied, columns": "ValueError: .*its weight is that of another module, of which ranks keep parts",
 }
 
 
