@@ -17,7 +17,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from halfbyte.distributed.embedding_rows import CALL, Precision, ShardedEmbedding
+from halfbyte.distributed.embedding_rows import CALL, RowPrecision, ShardedEmbedding
 from halfbyte.distributed.fixed_rows import row_bytes_exchanged
 from halfbyte.distributed.head import HeadShards, exchanged_bytes, head_problem, shard_head
 from halfbyte.distributed.replacing import names_of_modules, replaced_problem
@@ -152,7 +152,7 @@ def shard_embedding_(
     for row, (name, module) in zip(rows, embeddings.items(), strict=False):  # behind them may be the head's
         if not row.reason:
             weight = _sharded(module.weight, mesh, weights)
-            precision = Precision.of(module.weight, policy)
+            precision = RowPrecision.of(module.weight, policy)
             sharded.append(ShardedEmbedding(module, weight, mesh, precision, tokens if row.is_fixed else None))
             _put(model, name, sharded[-1])
     if making is not None:
@@ -222,7 +222,7 @@ class _Head:
     module: it; once sharded, what stands in its place.
     """
 
-    def __init__(self, name: str, module: nn.Module, precision: Precision, policy: Any, exchanged: int) -> None:
+    def __init__(self, name: str, module: nn.Module, precision: RowPrecision, policy: Any, exchanged: int) -> None:
         self.name, self.module, self._precision = name, module, precision
         self._policy, self._exchanged = policy, exchanged
         self.shards: Any = None
@@ -232,7 +232,7 @@ class _Head:
     @classmethod
     def of(cls, name: str, module: Any, mesh: Any, policy: Any, tokens: int) -> _Head:
         """Return that of a layer before it is sharded."""
-        precision = Precision.of(module.weight, policy)
+        precision = RowPrecision.of(module.weight, policy)
         sizes = precision.rows.itemsize, precision.rows.itemsize
         exchanged = exchanged_bytes(tokens, mesh.size(mesh.ndim - 1), module.weight.shape[-1], sizes)
         found = cls(name, module, precision, policy, exchanged)
@@ -301,7 +301,7 @@ def _choose(
     policy, tokens, world = options
     if hasattr(module.weight, "device_mesh"):
         raise ValueError(f"{name} is a DTensor: call {CALL} before fully_shard, on weights that every rank holds")
-    precision = Precision.of(module.weight, policy)
+    precision = RowPrecision.of(module.weight, policy)
     sizes = precision.rows.itemsize, precision.gradients.itemsize
     gathered = precision.size_of(module.weight)
     exchanged, fixed = row_bytes_exchanged(tokens, world, module.embedding_dim, sizes)

@@ -17,14 +17,14 @@ OPTIONS = {"padding_idx": None, "max_norm": None, "scale_grad_by_freq": False, "
 """What of torch.nn.Embedding changes rows or gradients: where one is set, FSDP2 gathers the embedding."""
 
 
-class Precision(NamedTuple):
+class RowPrecision(NamedTuple):
     """What rows travel in, and what their gradients are summed in."""
 
     rows: torch.dtype
     gradients: torch.dtype
 
     @classmethod
-    def of(cls, weight: Tensor, policy: Any) -> Precision:
+    def of(cls, weight: Tensor, policy: Any) -> RowPrecision:
         rows = getattr(policy, "param_dtype", None) or weight.dtype
         return cls(rows, getattr(policy, "reduce_dtype", None) or rows)
 
@@ -57,7 +57,7 @@ class ShardedEmbedding(nn.Module):
     sparse: bool
 
     def __init__(
-        self, whole: nn.Embedding, weight: nn.Parameter, mesh: Any, precision: Precision, tokens: int | None = None
+        self, whole: nn.Embedding, weight: nn.Parameter, mesh: Any, precision: RowPrecision, tokens: int | None = None
     ) -> None:
         super().__init__()
         self.num_embeddings, self.embedding_dim = whole.num_embeddings, whole.embedding_dim
