@@ -12,7 +12,7 @@ from halfbyte.plan.architecture import Architecture, Kind, Matrix
 from halfbyte.plan.hardware import Hardware
 from halfbyte.plan.kept import Masters, Recompute
 from halfbyte.plan.mesh import Mesh
-from halfbyte.plan.shards import filled, ranks_of, values_gathered
+from halfbyte.plan.shards import filled, splitting_ranks, values_gathered
 from halfbyte.recipes import bf16
 from halfbyte.spec import Recipe
 
@@ -168,7 +168,7 @@ class Job:
         for kind in self.architecture.kinds:
             small = sum(filled(shape, ranks) for shape in self.architecture.small_shapes(kind)) / ranks
             matrices = self.architecture.matrices(kind)
-            weights = [values_gathered(self.mesh, m) / ranks_of(self.mesh, m.experts > 1) for m in matrices]
+            weights = [values_gathered(self.mesh, m) / splitting_ranks(self.mesh, m.experts > 1) for m in matrices]
             found += kind.count * (small + sum(weights))
         return found
 

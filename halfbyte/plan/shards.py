@@ -21,7 +21,7 @@ SPLIT_BY_COLUMNS = ("o_proj", "down_proj")
 """Layers whose input features tensor parallelism splits, RowwiseParallel in torch's words; all others by output."""
 
 
-def ranks_of(mesh: Mesh, is_expert: bool) -> int:
+def splitting_ranks(mesh: Mesh, is_expert: bool) -> int:
     """Return how many ranks split a parameter."""
     return mesh.dp_shard // mesh.ep if is_expert else mesh.dp_shard
 
@@ -43,7 +43,7 @@ def values_gathered(mesh: Mesh, matrix: Matrix) -> int:
     """Return the elements that a gather of a weight in its values brings."""
     experts, rows, cols = local_shape(mesh, matrix)
     is_expert = matrix.experts > 1
-    return filled((experts, rows, cols) if is_expert else (rows, cols), ranks_of(mesh, is_expert))
+    return filled((experts, rows, cols) if is_expert else (rows, cols), splitting_ranks(mesh, is_expert))
 
 
 @cache
@@ -56,7 +56,7 @@ def codes_gathered(mesh: Mesh, matrix: Matrix, reading: Reading, is_backward: bo
         is_backward: of the form that the backward reads.
     """
     experts, rows, cols = local_shape(mesh, matrix)
-    columns, ranks = reading.columns if is_backward else None, ranks_of(mesh, matrix.experts > 1)
+    columns, ranks = reading.columns if is_backward else None, splitting_ranks(mesh, matrix.experts > 1)
     if matrix.experts > 1:
         shards = ExpertShards(experts, (rows, cols), ranks, 0, reading.spec.block[0])
         sizes = shards.shapes if columns is None else shards.column_shapes(columns)

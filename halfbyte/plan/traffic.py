@@ -19,7 +19,7 @@ from halfbyte.plan.calibration import NETWORK_SHARE, NVLINK_SHARE
 from halfbyte.plan.hardware import Hardware
 from halfbyte.plan.held import BF16, FP32
 from halfbyte.plan.job import Job
-from halfbyte.plan.shards import codes_gathered, filled, ranks_of, values_gathered
+from halfbyte.plan.shards import codes_gathered, filled, splitting_ranks, values_gathered
 from halfbyte.plan.shared_edges import shared_edges
 from halfbyte.spec import Recipe
 
@@ -89,7 +89,7 @@ def collectives(job: Job) -> tuple[Collective, ...]:
 
 def _shards(job: Job, experts: bool) -> Group:
     mesh = job.mesh
-    return Group(size=ranks_of(mesh, experts), stride=mesh.tp * (mesh.ep if experts else 1))
+    return Group(size=splitting_ranks(mesh, experts), stride=mesh.tp * (mesh.ep if experts else 1))
 
 
 def _weights(job: Job) -> Iterator[Collective]:
