@@ -23,9 +23,9 @@ from halfbyte.formats import (
     NVFP4_E2M1,
     BlockFormat,
     ElementFormat,
-    f32,
 )
 from halfbyte.notebook import ShowsGemms as _ShowsGemms
+from halfbyte.scaling import BlockMax, Eden, FourOverSix, Scaling, parse_scaling
 from halfbyte.values import EqualByKey as _EqualByKey
 from halfbyte.values import check_choice as _choose
 from halfbyte.values import refused as _refuse
@@ -38,6 +38,7 @@ HADAMARD_SIZES = (16, 32, 64, 128)
 BLOCKS = ((1, NVFP4_BLOCK), (NVFP4_BLOCK, NVFP4_BLOCK))
 EDEN_FP4_MAX_LIMIT = 8.0  # beyond E2M1's largest value: the corrected scale makes up for what saturates
 ROUNDINGS = ("nearest", "stochastic", "toward_zero")
+_BLOCK_MAX = BlockMax()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,62 +75,6 @@ class Hadamard:
         return f"{self.signs}{self.size}"
 
 
-@dataclass(frozen=True)
-class BlockMax:
-    """The block scale maps the block's largest magnitude to the largest FP4 value."""
-
-    @property
-    def key(self) -> str:
-        return "blockmax"
-
-
-@dataclass(frozen=True, kw_only=True)
-class FourOverSix:
-    """Per block, choose among candidate scales the one with the least error (4over6, arXiv 2512.02010).
-
-    Args:
-        error: "mae" sums |error|, "mse" sums squares.
-        candidates: multiples of the standard scale; 1 must be among them. 1.5 maps the block maximum to 4.
-        error_math: "exact" measures in the input's units, "scaled" in units of the tensor scale (cheaper).
-    """
-
-    error: Literal["mae", "mse"] = "mae"
-    candidates: tuple[float, ...] = (1.0, 1.5)
-    error_math: Literal["exact", "scaled"] = "exact"
-
-    def __post_init__(self) -> None:
-        _choose("error", self.error, ("mae", "mse"))
-        _choose("error_math", self.error_math, ("exact", "scaled"))
-        if isinstance(self.candidates, int | float | str) or 1.0 not in self.candidates:
-            raise _refuse("candidates", self.candidates, "give a tuple of multiples that contains 1.0")
-        for ratio in self.candidates:
-            if not 0 < ratio < 64 or f32(ratio) == 0:
-                raise _refuse("candidates", self.candidates, "every multiple must lie between 0 and 64")
-        # A set, tried in the order that decides ties: 1 first, then ascending.
-        ordered = (1.0, *sorted({float(r) for r in self.candidates} - {1.0}))
-        object.__setattr__(self, "candidates", ordered)
-
-    @property
-    def key(self) -> str:
-        return ",".join(("4over6", self.error, self.error_math, *map(repr, self.candidates)))
-
-
-@dataclass(frozen=True)
-class Eden:
-    """MS-EDEN (Quartet II, arXiv 2601.22813): codes to nearest, a block scale that makes up for their error on average.
-
-    The scale that is stored is corrected by the block's own projection and rounded stochastically (docs/numerics.md
-    section 5). On rotated data this is unbiased with half the error of stochastic rounding.
-    """
-
-    @property
-    def key(self) -> str:
-        return "eden"
-
-
-Scaling = BlockMax | FourOverSix | Eden
-
-
 @dataclass(frozen=True, kw_only=True, eq=False)
 class NVFP4(_EqualByKey):
     """4-bit floats E2M1, an E4M3 scale per block, an fp32 amax per tensor or row (docs/numerics.md sections 3 to 5).
@@ -153,7 +98,7 @@ class NVFP4(_EqualByKey):
     rounding: Literal["nearest", "stochastic", "toward_zero"] = "nearest"
     outer: Literal["tensor", "row"] = "tensor"
     rotation: Hadamard | None = None
-    scaling: Scaling = BlockMax()
+    scaling: Scaling = _BLOCK_MAX
     fp4_max: float = E2M1.max
     e4m3_max: float = E4M3.max
     key: str = field(init=False, repr=False)
@@ -276,7 +221,7 @@ class MXFP8(_EqualByKey):
     rounding = "nearest"
     outer = None
     rotation = None
-    scaling = BlockMax()
+    scaling = _BLOCK_MAX
     divisor = 1.0
     tries_candidates = False
     is_tile = False
@@ -309,7 +254,7 @@ def parse(key: str) -> Spec:
                 rounding=rounding,
                 outer=outer,
                 rotation=_parse_rotation(rotation),
-                scaling=_parse_scaling(scaling),
+                scaling=parse_scaling(scaling),
                 fp4_max=float(fp4_max),
                 e4m3_max=float(e4m3_max),
             )
@@ -328,18 +273,6 @@ def _parse_rotation(text: str) -> Hadamard | None:
         return None
     signs = text.rstrip("0123456789")
     return Hadamard(size=int(text[len(signs) :]), signs=signs)
-
-
-def _parse_scaling(text: str) -> Scaling:
-    name, *fields = text.split(",")
-    if name == "4over6":
-        parts: list[Any] = list(fields)
-        error, error_math, *candidates = parts
-        return FourOverSix(error=error, candidates=tuple(map(float, candidates)), error_math=error_math)
-    for scaling in (BlockMax(), Eden()):
-        if name == scaling.key:
-            return scaling
-    raise ValueError(f"unknown scaling {name!r}")
 
 
 def _show(spec: Spec | None) -> str:

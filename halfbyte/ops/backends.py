@@ -4,17 +4,21 @@ from __future__ import annotations
 
 import importlib.util
 import warnings
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
 import torch
 from torch.types import Device
 
+from halfbyte.formats import MXFP8_E4M3, MXFP8_E5M2, NVFP4_E2M1
 from halfbyte.kernels.target import HIP, find
 from halfbyte.spec import Spec
 
 REFERENCE, TRITON, NATIVE = "reference", "triton", "native"
 BACKENDS = (REFERENCE, TRITON, NATIVE)
+KERNEL_FORMATS = (NVFP4_E2M1, MXFP8_E4M3, MXFP8_E5M2)
+"""Blocks that kernels write and read; of any other they would take the bytes for one of these."""
 PORTABLE = "portable"
 """Asks for Triton's kernels on a GPU where they are not chosen because nobody has compared their bytes there."""
 
@@ -144,17 +148,30 @@ def choose(device: torch.device, backend: str | None) -> str:
     return TRITON if backend == PORTABLE else backend
 
 
+def unread_by_kernels(spec: Spec | None) -> str | None:
+    """Return a spec whose bytes only the reference reads, or None."""
+    return None if spec is None or spec.format in KERNEL_FORMATS else repr(spec)
+
+
 def without_kernel(spec: Spec | None) -> str | None:
-    """Return what of a spec only the reference computes, or None; what is added without kernels is named here."""
-    return None
+    """Return what of a spec only the reference quantizes, or None; a rule without kernels is named here."""
+    return unread_by_kernels(spec)
 
 
 def check_kernels(specs: tuple[Spec | None, ...], device: torch.device, backend: str | None) -> None:
-    """Raise ValueError if the backend that would run on `device` has no kernel for a spec."""
-    for spec in specs:
-        missing = without_kernel(spec)
-        if missing is not None:
-            check_reference(missing, device, backend)
+    """Raise ValueError if the backend that would run on `device` has no kernel that quantizes by a spec."""
+    _check_missing(map(without_kernel, specs), device, backend)
+
+
+def check_readers(spec: Spec | None, device: torch.device, backend: str | None) -> None:
+    """Raise ValueError if the backend that would run on `device` cannot read bytes of a spec."""
+    _check_missing((unread_by_kernels(spec),), device, backend)
+
+
+def _check_missing(missing: Iterable[str | None], device: torch.device, backend: str | None) -> None:
+    for what in missing:
+        if what is not None:
+            check_reference(what, device, backend)
 
 
 def check_reference(missing: str, device: torch.device, backend: str | None) -> None:
@@ -162,7 +179,7 @@ def check_reference(missing: str, device: torch.device, backend: str | None) -> 
     chosen = choose(device, backend)
     if chosen != REFERENCE:
         raise ValueError(
-            f"{missing} has no kernel on backend {chosen!r}, which runs on {device}: quantize with "
+            f"{missing} has no kernel on backend {chosen!r}, which runs on {device}: give "
             "backend='reference', move the tensors to the CPU, or choose a spec with a kernel"
         )
 

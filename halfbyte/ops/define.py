@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
 from halfbyte import reference
-from halfbyte.ops.backends import REFERENCE, choose
+from halfbyte.ops.backends import REFERENCE, check_readers, choose
 from halfbyte.ops.repeat import BODIES, refuse_gradients, repeat_pass, repeated
 from halfbyte.rng import Draw
 from halfbyte.spec import Spec, parse
@@ -36,7 +36,9 @@ OPERANDS = (
 """Two operands of a GEMM, in a schema: codes with scales and key, decoded values without scales, plain without key."""
 
 
-def op(schema: str, body: Callable, fake: Callable, flops: Callable | None = None) -> None:
+def op(
+    schema: str, body: Callable, fake: Callable, flops: Callable | None = None, *, takes_parameters: bool = False
+) -> None:
     """Define torch.ops.halfbyte.NAME.
 
     Args:
@@ -44,10 +46,12 @@ def op(schema: str, body: Callable, fake: Callable, flops: Callable | None = Non
         body: takes what the schema says, by position.
         fake: the same, and computes shapes only.
         flops: takes shapes in the place of tensors; see torch.utils.flop_counter.
+        takes_parameters: it measures, and nobody wants a gradient of what it finds; others refuse tensors that require
+            one, whose backward is the layer's.
     """
     name = schema.partition("(")[0]
     _LIBRARY.define(schema)
-    _LIBRARY.impl(name, repeated(body, schema), "CompositeExplicitAutograd")
+    _LIBRARY.impl(name, repeated(body, schema, takes_parameters), "CompositeExplicitAutograd")
     torch.library.register_fake(f"halfbyte::{name}", fake, lib=_LIBRARY)
     packet = getattr(torch.ops.halfbyte, name)
     BODIES[packet] = body
@@ -105,6 +109,13 @@ def implementation(device: torch.device, backend: str) -> Any:
 def spec_of(key: str) -> Spec | None:
     """Return the spec of a key, None for ""."""
     return parse(key) if key else None
+
+
+def stored_spec(key: str, device: torch.device, backend: str) -> Spec:
+    """Return the spec of codes that an op reads on `device`; raise ValueError if what runs there cannot read them."""
+    spec = parse(key)
+    check_readers(spec, device, backend or None)
+    return spec
 
 
 def draw_of(base: Tensor | None, stream: int, first_block: int = 0, blocks_per_row: int | None = None) -> Draw | None:

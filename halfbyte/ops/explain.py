@@ -16,7 +16,7 @@ import torch
 from halfbyte import recipes
 from halfbyte.kernels.target import INTERPRETER, Target, assumed, find
 from halfbyte.layout import Operand
-from halfbyte.ops.backends import REFERENCE, backends, choose, without_kernel
+from halfbyte.ops.backends import REFERENCE, backends, choose, unread_by_kernels, without_kernel
 from halfbyte.sides import Epilogue, Sides, both_sides
 from halfbyte.spec import MXFP8, NVFP4, GemmSpec, Spec, parse
 
@@ -298,7 +298,8 @@ def explain(
         return Explanation(op=op, target=CPU if where is None else where.name, steps=(Step(kernel="nothing", why=why),))
     if where is None:
         return Explanation(op=op, target=CPU, steps=(Step(kernel="plain torch (halfbyte.reference)", why=reason),))
-    if op in QUANTIZING and (missing := next(filter(None, map(without_kernel, known)), None)) is not None:
+    lacks = without_kernel if op in QUANTIZING else unread_by_kernels
+    if (missing := next(filter(None, map(lacks, known)), None)) is not None:
         why = f"{missing} has no kernel: plain torch computes it, on the CPU or with backend='reference'"
         return Explanation(op=op, target=where.name, steps=(Step(kernel="none, the call is refused", why=why),))
     from halfbyte.kernels.launch import rehearsing

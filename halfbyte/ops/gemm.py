@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from halfbyte.layout import LINEAR, Blocks, Operand
-from halfbyte.ops.backends import NATIVE, choose, warn_once
+from halfbyte.ops.backends import NATIVE, check_readers, choose, warn_once
 from halfbyte.ops.define import OPERANDS, implementation, nothing, op
 from halfbyte.ops.repeat import call_op
 from halfbyte.sides import Epilogue
@@ -113,6 +113,7 @@ def operand(data: Tensor, scale: Tensor | None, amax: Tensor | None, key: str, s
 def _gemm(a: Rows, b: Rows, K: int, backend: str, epilogue: Epilogue) -> Tensor:
     """Run gemm_nt on the backend of the operands; a GEMM that does not run natively is emulated, and says so once."""
     device = _data(a).device
+    check_operands((a, b), device, backend)
     is_cast = device.type != "meta" and torch.is_autocast_enabled(device.type)
     with torch.autocast(device.type, enabled=False) if is_cast else nullcontext():
         if choose(device, backend or None) == NATIVE and _runs_natively(a, b, epilogue.batch_invariant):
@@ -123,6 +124,12 @@ def _gemm(a: Rows, b: Rows, K: int, backend: str, epilogue: Epilogue) -> Tensor:
         module = implementation(device, backend)
         decoded = (_decode(module, side, K, isinstance(other, Operand)) for side, other in ((a, b), (b, a)))
         return module.gemm_nt(*decoded, epilogue)
+
+
+def check_operands(operands: tuple[Rows, Rows], device: torch.device, backend: str) -> None:
+    """Raise ValueError if what runs on `device` cannot read the codes of an operand."""
+    for side in operands:
+        check_readers(_spec(side), device, backend or None)
 
 
 def _data(operand: Rows) -> Tensor:

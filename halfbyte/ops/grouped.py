@@ -12,13 +12,23 @@ from torch import Tensor
 
 from halfbyte.layout import LINEAR, Blocks, EndsOfGroups, GroupEnds, Operand, as_offsets, grouped_shapes, stored_shapes
 from halfbyte.ops.backends import NATIVE, REFERENCE, TRITON, choose, warn_once
-from halfbyte.ops.define import OPERANDS, draw_of, empty_like, implementation, nothing, op, place_arguments, spec_of
-from halfbyte.ops.gemm import Rows, operand, pair_arguments
+from halfbyte.ops.define import (
+    OPERANDS,
+    draw_of,
+    empty_like,
+    implementation,
+    nothing,
+    op,
+    place_arguments,
+    spec_of,
+    stored_spec,
+)
+from halfbyte.ops.gemm import Rows, check_operands, operand, pair_arguments
 from halfbyte.ops.quantization import QUANTIZABLE, both_blocks, both_fake, check_sides, op_arguments, outputs
 from halfbyte.ops.repeat import call_op, is_past_ops
 from halfbyte.rng import Draw
 from halfbyte.sides import Side, both_sides, share_tiles, shared_draws
-from halfbyte.spec import NVFP4, Spec, parse
+from halfbyte.spec import NVFP4, Spec
 
 
 def check_offsets(offsets: object, x: Tensor) -> None:
@@ -161,6 +171,7 @@ op(
     "str backend) -> (Tensor, Tensor)",
     _grouped_row_col_amax,
     _grouped_row_col_amax_fake,
+    takes_parameters=True,
 )
 
 
@@ -217,7 +228,8 @@ def grouped_dequantize(
 
 
 def _grouped_dequantize(qdata, block_scale, amax, offsets, key, cols, dtype, scale_layout, backend) -> Tensor:
-    quantized = Operand(Blocks(qdata, block_scale, amax), parse(key), cols, scale_layout)
+    spec = stored_spec(key, qdata.device, backend)
+    quantized = Operand(Blocks(qdata, block_scale, amax), spec, cols, scale_layout)
     return implementation(qdata.device, backend).grouped_dequantize(quantized, offsets, dtype)
 
 
@@ -247,7 +259,8 @@ def grouped_decode(operand: Operand, backend: str | None = None) -> Operand:
 def _grouped_decode(qdata, block_scale, amax, key, cols, backend) -> Tensor:
     assert choose(qdata.device, backend or None) != REFERENCE, "only kernels take decoded values"
     module = implementation(qdata.device, backend)
-    values = module.grouped_values(Blocks(qdata, block_scale, amax), parse(key), None, cols)
+    spec = stored_spec(key, qdata.device, backend)
+    values = module.grouped_values(Blocks(qdata, block_scale, amax), spec, None, cols)
     return values[..., :cols].contiguous() if values.shape[-1] > cols else values
 
 
@@ -337,6 +350,7 @@ def _grouped_product(
     a: Rows, b: Rows, offsets: EndsOfGroups, K: int, out_dtype: torch.dtype, backend: str, batch_invariant: bool
 ) -> Tensor:
     ends = as_offsets(offsets)
+    check_operands((a, b), ends.device, backend)
     with torch.autocast(ends.device.type, enabled=False):
         product = _by_torch(a, b, ends, out_dtype, backend, batch_invariant)
         if product is not None:
@@ -352,6 +366,7 @@ def _grouped_gemm_nt_out(
     a, a_scale, a_amax, a_key, a_layout, b, b_scale, b_amax, b_key, b_layout, K, offsets, out, accumulate, backend
 ) -> None:
     left, right = operand(a, a_scale, a_amax, a_key, a_layout, K), operand(b, b_scale, b_amax, b_key, b_layout, K)
+    check_operands((left, right), a.device, backend)
     module = implementation(a.device, backend)
     with torch.autocast(a.device.type, enabled=False):
         module.grouped_gemm_nt(left, right, offsets, K, out, accumulate=accumulate)

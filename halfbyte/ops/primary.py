@@ -8,7 +8,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from halfbyte.ops.backends import REFERENCE, choose
+from halfbyte.ops.backends import REFERENCE, check_kernels, choose
 from halfbyte.pieces import CastTarget, Piece
 from halfbyte.reference import primary as reference
 
@@ -51,6 +51,7 @@ def primary_stages(
         device: where everything is.
         backend: None chooses one.
     """
+    check_kernels(tuple(dict.fromkeys(target.spec for target in targets)), device, backend)
     if choose(device, backend) == REFERENCE:
         return reference.Caster(pieces, tiles), reference.Finisher(targets, tiles)
     from halfbyte.kernels.master_cast import launch as kernels  # imports Triton, so only where it runs

@@ -14,7 +14,17 @@ from torch import Tensor
 from halfbyte.layout import LINEAR, Blocks, Operand, ceil_div, check_scale_layout, matrix_shape, round_up, stored_shapes
 from halfbyte.ops.backends import NATIVE, REFERENCE, check_kernels, choose
 from halfbyte.ops.checkpointing import outputs_are_kept
-from halfbyte.ops.define import DRAW, draw_of, empty_like, implementation, nothing, op, place_arguments, spec_of
+from halfbyte.ops.define import (
+    DRAW,
+    draw_of,
+    empty_like,
+    implementation,
+    nothing,
+    op,
+    place_arguments,
+    spec_of,
+    stored_spec,
+)
 from halfbyte.ops.repeat import call_op, is_past_ops
 from halfbyte.rng import Draw
 from halfbyte.sides import Side, Sides, both_sides, share_tiles, shared_draws
@@ -246,7 +256,11 @@ def _amax(x: Tensor, backend: str) -> Tensor:
     return implementation(x.device, backend).finite_amax(x)
 
 
-op("amax(Tensor x, str backend) -> Tensor", _amax, lambda x, backend: x.new_empty((), dtype=torch.float32))
+def _amax_fake(x: Tensor, backend: str) -> Tensor:
+    return x.new_empty((), dtype=torch.float32)
+
+
+op("amax(Tensor x, str backend) -> Tensor", _amax, _amax_fake, takes_parameters=True)
 
 
 def amax_of_all(xs: Sequence[Tensor], backend: str | None = None) -> Tensor:
@@ -294,6 +308,7 @@ op(
     "-> (Tensor, Tensor)",
     _row_col_amax,
     _row_col_amax_fake,
+    takes_parameters=True,
 )
 
 
@@ -304,7 +319,8 @@ def dequantize(operand: Operand, dtype: torch.dtype = torch.float32, backend: st
 
 
 def _dequantize(qdata, block_scale, amax, key, cols, dtype, scale_layout, backend) -> Tensor:
-    stored = Operand(Blocks(qdata, block_scale, amax), parse(key), cols, scale_layout)
+    spec = stored_spec(key, qdata.device, backend)
+    stored = Operand(Blocks(qdata, block_scale, amax), spec, cols, scale_layout)
     return implementation(qdata.device, backend).dequantize(stored, dtype)
 
 
@@ -367,7 +383,8 @@ def decode(operand: Operand, backend: str | None = None) -> Operand:
 
 
 def _decode(qdata, block_scale, amax, key, cols, scale_layout, backend) -> Tensor:
-    stored = Operand(Blocks(qdata, block_scale, amax), parse(key), cols, scale_layout)
+    spec = stored_spec(key, qdata.device, backend)
+    stored = Operand(Blocks(qdata, block_scale, amax), spec, cols, scale_layout)
     return implementation(qdata.device, backend).decode(stored).values
 
 

@@ -220,15 +220,15 @@ def refuse_gradients(name: str, tensors: Sequence[Any]) -> None:
         )
 
 
-def repeated(function: Callable, schema: str) -> Callable:
+def repeated(function: Callable, schema: str, takes_parameters: bool) -> Callable:
     """Return an op's implementation that runs `function` once for each request where kernels run, and repeats it.
 
     Args:
         function: the op's body, called with positional arguments.
         schema: the op's.
+        takes_parameters: as for `define.op`.
     """
     name = schema.partition("(")[0]
-    measures = "amax" in name  # of a parameter as of anything
     parsed: Any = torch._C.parse_schema(f"halfbyte::{schema}")
     kinds = [str(argument.type) for argument in parsed.arguments]
     names = [argument.name for argument in parsed.arguments]
@@ -248,7 +248,7 @@ def repeated(function: Callable, schema: str) -> Callable:
         return (out if returned > 1 else (out,) if returned else ()), None
 
     def implementation(*arguments: Any) -> Any:
-        if not measures and torch.is_grad_enabled():
+        if not takes_parameters and torch.is_grad_enabled():
             refuse_gradients(name, [arguments[i] for i in tensors])
         if torch._C._len_torch_dispatch_stack():  # a mode that watches itself
             return function(*arguments)

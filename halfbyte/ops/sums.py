@@ -5,6 +5,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from halfbyte.layout import Operand
+from halfbyte.ops.backends import check_readers
 from halfbyte.ops.define import implementation
 
 
@@ -21,11 +22,13 @@ def operand_sums(
     backend: str | None = None,
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """Return the sums of `halfbyte.reference.operand_sums`, the largest magnitude, and those of blocks or None."""
+    check_readers(operand.spec, values.device, backend)
     return implementation(values.device, backend or "").operand_sums(values, operand, signs, with_maxima)
 
 
 def operand_noise(values: Tensor, operand: Operand, signs: Tensor | None = None, backend: str | None = None) -> Tensor:
     """Return the noise of `operand_sums` alone, fp64 []."""
+    check_readers(operand.spec, values.device, backend)
     return implementation(values.device, backend or "").operand_noise(values, operand, signs)
 
 

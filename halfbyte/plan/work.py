@@ -21,7 +21,7 @@ from halfbyte.plan.held import BF16, FP32
 from halfbyte.plan.job import Job, Span
 from halfbyte.plan.kept import WORD
 from halfbyte.recipes import bf16
-from halfbyte.spec import FourOverSix, GemmSpec, Recipe, Spec
+from halfbyte.spec import GemmSpec, Recipe, Spec
 
 PASSES = ("fprop", "dgrad", "wgrad")
 LOSS_BYTES = 36
@@ -147,8 +147,7 @@ def _spec(recipe: Recipe, place: str) -> Spec | None:
 
 def _is_slow(spec: Spec) -> bool:
     """Whether a kernel may compute longer than it moves bytes: random bits, a rotation, several candidate scales."""
-    chooses = spec.rounding == "stochastic" or isinstance(spec.scaling, FourOverSix)
-    return chooses or spec.rotation is not None
+    return spec.rounding == "stochastic" or spec.tries_candidates or spec.rotation is not None
 
 
 def bits(spec: Spec) -> float:

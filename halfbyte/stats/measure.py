@@ -21,7 +21,7 @@ from halfbyte.ops.backends import REFERENCE, choose
 from halfbyte.reference.scale import candidate_scale, scale_bytes, tensor_factors
 from halfbyte.rng import Draw
 from halfbyte.sides import Side
-from halfbyte.spec import FourOverSix, Hadamard, Spec, parse
+from halfbyte.spec import Eden, Hadamard, Spec, parse
 from halfbyte.stats.figures import OUTLIER, SIDE_SUMS
 
 Run = Callable[[Callable, tuple, Sequence[Tensor | None], Sequence[int]], tuple[tuple, Any]]
@@ -97,7 +97,7 @@ def _side_sums(static: tuple, tensors: Sequence[Any], numbers: Sequence[int]) ->
 
 def _sums_of(t: Tensor, side: Side, blocks: Blocks) -> tuple[Tensor, Tensor]:
     spec, other, signs = side.spec, _other(t, side), _signs(side, t.device)
-    judged = isinstance(spec.scaling, FourOverSix) if spec.format.has_amax else False
+    judged = spec.tries_candidates and not isinstance(spec.scaling, Eden)
     sums, maxima = [], []
     for rows in _chunks(t) if t.numel() else ():
         found, largest, of_blocks = ops.operand_sums(t[rows], _coded(blocks, spec, rows), signs, judged)
@@ -140,11 +140,7 @@ def _other(t: Tensor, side: Side) -> tuple[Side, Blocks] | None:
     Tiles do not rotate, MXFP8 does not either, and MS-EDEN needs its rotation.
     """
     spec: Any = side.spec
-    if (
-        spec.is_tile
-        or not spec.format.has_amax
-        or (spec.tries_candidates and not isinstance(spec.scaling, FourOverSix))
-    ):
+    if spec.is_tile or not spec.format.has_amax or isinstance(spec.scaling, Eden):
         return None
     turned = replace(spec, rotation=Hadamard() if spec.rotation is None else None)
     other = side._replace(spec=turned, amax=None, transient=False)

@@ -355,9 +355,20 @@ def test_sign_that_waits_is_seen():
         assert torch.equal(hb.linear(x, w, None, "nvfp4_forward"), hb.linear(x.clone(), w, None, "nvfp4_forward"))
 
 
+def test_an_op_takes_parameters_if_it_is_said_to():
+    weight = torch.nn.Parameter(torch.ones(2))
+    for takes in (True, False):
+        measure = repeat.repeated(lambda x, backend: x.detach(), "row_amax(Tensor x, str backend) -> Tensor", takes)
+        if takes:
+            assert torch.equal(measure(weight, ""), weight)
+        else:
+            with pytest.raises(ValueError, match=r"row_amax was given a tensor that requires a gradient"):
+                measure(weight, "")
+
+
 def test_only_ops_that_say_which_backend_can_be_repeated():
     with pytest.raises(AssertionError, match="backend"):
-        repeat.repeated(lambda x: x, "thing(Tensor x) -> Tensor")
+        repeat.repeated(lambda x: x, "thing(Tensor x) -> Tensor", False)
 
 
 def test_ops_and_passes_of_compiled_code_make_no_key_of_what_they_know(monkeypatch):
