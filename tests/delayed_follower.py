@@ -38,7 +38,7 @@ class Follower:
 
     def delays(self, name: str) -> bool:
         spec = self.specs[name]
-        return isinstance(spec, hb.NVFP4) and spec.outer == "tensor"
+        return spec is not None and spec.has_tensor_amax
 
     def note(self, name: str, t: np.ndarray, position: int) -> None:
         """Note the amax of an operand of a call."""

@@ -19,6 +19,7 @@ from torch import Tensor
 
 import halfbyte as hb
 from halfbyte import ops
+from halfbyte.formats import BlockFormat
 from halfbyte.kernels import backend
 from halfbyte.kernels.quantize import both_route, grouped_route, one
 from halfbyte.kernels.record import TARGETS
@@ -75,6 +76,7 @@ SHAPES = {"whole": (128, 256), "ragged": (133, 248), "odd": (37, 90)}
 SIZES = (70, 0, 64, 1, 40)  # of groups, with 23 rows behind the last
 AMAXES = (None, 1e-3, 1e3, 0.0, 3e38, 1e-38, float("inf"), float("nan"))
 """What x is said not to exceed: the truth, less, and what no division is simple for."""
+FP8 = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}
 E2M1 = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6])
 
 
@@ -117,15 +119,18 @@ def beyond_the_last(shape: tuple[int, int]) -> Tensor:
     return (x * unit).bfloat16()
 
 
-def decoded(blocks: Blocks, spec: hb.NVFP4 | hb.MXFP8, cols: int) -> Tensor:
+def decoded(blocks: Blocks, fmt: BlockFormat, cols: int) -> Tensor:
     """Return what codes and the scales of their blocks stand for, in bf16."""
-    if isinstance(spec, hb.MXFP8):
-        powers = torch.exp2(blocks.block_scale.double() - 127).where(blocks.block_scale != 255, torch.nan)
-        values = blocks.qdata.view(torch.float8_e4m3fn).double() * powers.repeat_interleave(32, 1)
-        return values.bfloat16()[:, :cols]
-    codes = torch.stack([blocks.qdata & 15, blocks.qdata >> 4], -1).reshape(len(blocks.qdata), -1).long()
-    scales = blocks.block_scale.view(torch.float8_e4m3fn).float().repeat_interleave(16, 1)
-    return (E2M1[codes] * scales).bfloat16()[:, :cols]
+    if fmt.element.name == "e2m1":
+        codes = torch.stack([blocks.qdata & 15, blocks.qdata >> 4], -1).reshape(len(blocks.qdata), -1).long()
+        values = E2M1[codes].double()
+    else:
+        values = blocks.qdata.view(FP8[fmt.element.name]).double()
+    if fmt.scale.name == "e8m0":
+        scales = torch.exp2(blocks.block_scale.double() - 127).where(blocks.block_scale != 255, torch.nan)
+    else:
+        scales = blocks.block_scale.view(FP8[fmt.scale.name]).double()
+    return (values * scales.repeat_interleave(fmt.length, 1)).bfloat16()[:, :cols]
 
 
 def differ(actual: Tensor, expected: Tensor) -> int:
@@ -186,7 +191,7 @@ def pair(specs: tuple, transient: tuple[bool, bool], target: str) -> Iterator[st
             ("row", "col"), actual, expected, transient, specs, x.T.shape, strict=True
         ):
             if values:
-                wrong = differ(got.qdata[:, :cols], decoded(want, spec, cols))
+                wrong = differ(got.qdata[:, :cols], decoded(want, spec.format, cols))
             else:
                 wrong = sum(differ(a, b) for a, b in zip(got[:2], want[:2], strict=True))
             if wrong or not kernels:

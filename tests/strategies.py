@@ -48,6 +48,9 @@ SPECS = {
 }
 """One spec of every kind, by name: `parametrize` over it where hypothesis is more than needed."""
 
+NAN_SCALE = {"e4m3": 0x7F, "e8m0": 0xFF}
+"""The scale of a poisoned block, by the format of scales."""
+
 fourosix = st.builds(
     hb.FourOverSix,
     error=st.sampled_from(("mae", "mse")),

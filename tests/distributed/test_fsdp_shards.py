@@ -35,7 +35,7 @@ def test_bytes_of_a_message():
 @pytest.mark.parametrize("rows", [1, 3, 15, 16, 17, 33, 37, 64, 83, 160])
 @pytest.mark.parametrize("world", [1, 2, 3, 4, 7, 8])
 def test_every_block_of_columns_is_whole_on_one_rank(spec, rows, world):
-    length = 16 if isinstance(spec, NVFP4) else 32
+    length = spec.block_length
     ranks = [Columns.of(spec, RowShards(rows, 40, world, rank)) for rank in range(world)]
     held = [list(range(*one.shards.rows_of(one.shards.rank))) for one in ranks]
     leading = [one.leading(rank) for rank, one in enumerate(ranks)]
@@ -46,7 +46,7 @@ def test_every_block_of_columns_is_whole_on_one_rank(spec, rows, world):
     begun = [[row for row in own if row % length == 0] for own in held]
     assert complete == [[r for b in own for r in range(b, min(b + length, rows))] for own in begun]
     assert {one.shapes for one in ranks} == {
-        ((40, max(map(len, begun)) * length * (1 if length == 32 else 0.5)), (40, max(map(len, begun))))
+        ((40, max(map(len, begun)) * spec.format.block_bytes), (40, max(map(len, begun))))
     }
     received = torch.full((world, 40, max(map(len, begun))), 255, dtype=torch.uint8)
     for rank, own in enumerate(begun):

@@ -176,9 +176,8 @@ def exact(*shape):
 def transient(side):
     """Return an operand decoded by the reference: the interpreter spends most of a product on decoding."""
     (qdata, scale, amax), spec, cols, _ = side
-    length = 16 if isinstance(spec, hb.NVFP4) else 32
     flat = Blocks(qdata.flatten(0, -2), scale.flatten(0, -2), amax)
-    values = reference.decode(Operand(flat, spec, scale.shape[-1] * length)).values.bfloat16()
+    values = reference.decode(Operand(flat, spec, scale.shape[-1] * spec.block_length)).values.bfloat16()
     return Operand(Blocks(values.view(*qdata.shape[:-1], -1), scale.new_empty(0), amax), spec, cols)
 
 

@@ -52,21 +52,28 @@ def test_swizzled_scales_may_start_anywhere():
 
 
 def every_code(spec):
-    """Every element code under every scale: one row of blocks (NVFP4; amax so that g = 1) or a row for each scale."""
-    if isinstance(spec, hb.NVFP4):
-        qdata = torch.tensor([[0x10, 0x32, 0x54, 0x76, 0x98, 0xBA, 0xDC, 0xFE]], dtype=torch.uint8)
-        return Blocks(qdata.repeat(1, 127), torch.arange(1, 128, dtype=torch.uint8)[None], torch.tensor(2688.0))
-    finite = {"e4m3": [c for c in range(256) if c & 0x7F != 0x7F], "e5m2": [c for c in range(256) if c & 0x7C != 0x7C]}
-    codes = torch.tensor(finite[spec.element], dtype=torch.uint8)
-    qdata = torch.cat((codes, codes.new_zeros(256 - len(codes)))).repeat(8, 1)
+    """Every element code under every scale: one row of blocks (E4M3; amax so that g = 1) or a row for each (E8M0)."""
+    fmt = spec.format
+    finite = {
+        "e2m1": range(16),
+        "e4m3": [c for c in range(256) if c & 0x7F != 0x7F],
+        "e5m2": [c for c in range(256) if c & 0x7C != 0x7C],
+    }
+    codes = torch.tensor(finite[fmt.element.name], dtype=torch.uint8)
+    codes = torch.nn.functional.pad(codes, (0, -len(codes) % fmt.length))
+    blocks = len(codes) // fmt.length
+    qdata = codes[::2] | codes[1::2] << 4 if fmt.codes_per_byte == 2 else codes
+    if fmt.scale.name == "e4m3":
+        scales = torch.arange(1, 128, dtype=torch.uint8).repeat_interleave(blocks)
+        return Blocks(qdata.repeat(1, 127), scales[None], torch.tensor(2688.0))
     scales = torch.tensor([0, 1, 2, 20, 127, 240, 254, 255], dtype=torch.uint8)
-    return Blocks(qdata, scales[:, None].repeat(1, 8), torch.empty(0))
+    return Blocks(qdata.repeat(8, 1), scales[:, None].repeat(1, blocks), torch.empty(0))
 
 
 @pytest.mark.parametrize("spec", (hb.NVFP4(), hb.MXFP8(), hb.MXFP8(element="e5m2")), ids=lambda spec: spec.key)
 def test_every_code_under_every_kind_of_scale(spec):
     blocks = every_code(spec)
-    cols = 127 * 16 if isinstance(spec, hb.NVFP4) else 256
+    cols = blocks.block_scale.shape[1] * spec.block_length
     for dtype in checks.DTYPES:
         stored = Operand(blocks, spec, cols)
         checks.same(dq.dequantize(stored, dtype), reference.dequantize(stored, dtype))

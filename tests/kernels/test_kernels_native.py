@@ -70,7 +70,7 @@ def test_aten_accepts_the_call(pair, shape):
             fake.append(side._replace(blocks=layout.Blocks(*tensors)))
         assert isinstance(fake[0].blocks.qdata, torch._subclasses.FakeTensor) and mode is not None
         calls = [(None, None)]
-        if all(spec.key.startswith("mxfp8") or spec.outer == "tensor" for spec in pair):
+        if not any(spec.has_row_amax for spec in pair):
             bias = torch.empty(N, dtype=torch.bfloat16, device="cuda")
             calls += [(torch.bfloat16, bias), (torch.float16, None), (torch.float32, None)]
         for dtype, bias in calls:

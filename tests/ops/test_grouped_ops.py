@@ -72,7 +72,7 @@ def test_groups_of_tokens_along_the_contraction(spec, scale_layout, groups):
     sizes, padding = GROUPS[groups]
     x = tokens(sizes, padding)
     _, col = quantized(x, ends(sizes), spec, scale_layout)
-    blocks, per_byte = col.blocks, 2 if isinstance(spec, hb.NVFP4) else 1
+    blocks, per_byte = col.blocks, spec.format.codes_per_byte
     alignment = layout.group_alignment(spec)
     starts = [0, *layout.group_ends(ends(sizes), alignment).tolist()]
     region = 0

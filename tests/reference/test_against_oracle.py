@@ -31,7 +31,7 @@ def assert_equal(q: hb.QuantTensor, expected: oracle.Result, cols: int) -> None:
     rows, blocks = q.block_scale.shape
     codes = np.array(expected.codes, dtype=np.uint8).reshape(rows, blocks * q.spec.block_length)
     scales = np.array(expected.scales, dtype=np.uint8).reshape(rows, blocks)
-    got = layout.unpack(q.qdata).numpy() if isinstance(q.spec, hb.NVFP4) else as_bytes(q.qdata)
+    got = layout.unpack(q.qdata).numpy() if q.spec.format.codes_per_byte == 2 else as_bytes(q.qdata)
     np.testing.assert_array_equal(as_bytes(q.block_scale), scales, "block_scale")
     np.testing.assert_array_equal(got, codes, "codes")
     if expected.amax is not None:

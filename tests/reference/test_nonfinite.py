@@ -6,7 +6,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from strategies import DTYPES, MX, MX5, ROW, SPECS, STANDARD, TILE, make
+from strategies import DTYPES, MX, MX5, NAN_SCALE, ROW, SPECS, STANDARD, TILE, make
 
 import halfbyte as hb
 
@@ -17,11 +17,9 @@ RNG = {"rng": hb.Philox(3), "sign_rng": hb.Philox(4)}
 
 def reached(spec, row: int, col: int) -> tuple[slice, slice]:
     """The rows and blocks that an element at (row, col) decides about."""
-    if isinstance(spec, hb.MXFP8):
-        return slice(row, row + 1), slice(col // 32, col // 32 + 1)
     if spec.is_tile:
         return slice(row // 16 * 16, row // 16 * 16 + 16), slice(col // 16, col // 16 + 1)
-    width = spec.alignment // 16
+    width = spec.alignment // spec.block_length  # a block, or all that a rotation mixes
     first = col // spec.alignment * width
     return slice(row, row + 1), slice(first, first + width)
 
@@ -31,31 +29,29 @@ def reached(spec, row: int, col: int) -> tuple[slice, slice]:
 @given(row=st.integers(0, ROWS - 1), col=st.integers(0, COLS - 1), bad=st.sampled_from(BAD), seed=st.integers(0, 99))
 def test_one_element_poisons_its_scope_and_nothing_else(spec, row, col, bad, seed):
     """The clean tensor has zeros for what is left out of amax: the element, or all that a rotation mixes it into."""
-    nvfp4 = isinstance(spec, hb.NVFP4)
     x = make("normal", (ROWS, COLS), torch.bfloat16, seed)
     rows, blocks = reached(spec, row, col)
-    clean, length = x.clone(), spec.block_length
+    clean, length, fmt = x.clone(), spec.block_length, spec.format
     clean[rows, blocks.start * length : blocks.stop * length] = 0
     poisoned = x.clone()
     poisoned[row, col] = bad
-    if nvfp4 and spec.rotation is None:  # the other elements of a poisoned block still count for amax
+    if fmt.has_amax and spec.rotation is None:  # the other elements of a poisoned block still count for amax
         clean[rows, blocks.start * length : blocks.stop * length] = x[
             rows, blocks.start * length : blocks.stop * length
         ]
         clean[row, col] = 0
     expected, q = hb.quantize(clean, spec, **RNG), hb.quantize(poisoned, spec, **RNG)
     scale, want = q.block_scale.view(torch.uint8).clone(), expected.block_scale.view(torch.uint8).clone()
-    assert (scale[rows, blocks] == (0x7F if nvfp4 else 0xFF)).all()
-    per_block = length // 2 if nvfp4 else length
+    assert (scale[rows, blocks] == NAN_SCALE[fmt.scale.name]).all()
     data, want_data = q.qdata.view(torch.uint8).clone(), expected.qdata.view(torch.uint8).clone()
-    span = slice(blocks.start * per_block, blocks.stop * per_block)
+    span = slice(blocks.start * fmt.block_bytes, blocks.stop * fmt.block_bytes)
     assert (data[rows, span] == 0).all()
     for t in (scale, want):
         t[rows, blocks] = 0
     for t in (data, want_data):
         t[rows, span] = 0
     assert torch.equal(scale, want) and torch.equal(data, want_data)
-    if nvfp4:
+    if fmt.has_amax:
         assert torch.equal(q.amax, expected.amax)
 
 

@@ -12,6 +12,7 @@ from strategies import (
     MAE,
     MX,
     MX5,
+    NAN_SCALE,
     RHT,
     ROW,
     SEEDS,
@@ -37,7 +38,7 @@ every_spec = pytest.mark.parametrize("spec", SPECS.values(), ids=SPECS.keys())
 
 
 def codes(q: hb.QuantTensor) -> torch.Tensor:
-    return layout.unpack(q.qdata) if isinstance(q.spec, hb.NVFP4) else q.qdata.view(torch.uint8)
+    return layout.unpack(q.qdata) if q.spec.format.codes_per_byte == 2 else q.qdata.view(torch.uint8)
 
 
 def logical_codes(q: hb.QuantTensor) -> torch.Tensor:
@@ -96,8 +97,8 @@ def test_odd(x, spec):
         a, b = q.dequantize(torch.float32), negated.dequantize(torch.float32)
         assert ((a == -b) | a.isnan()).all()
         return
-    sign = 8 if isinstance(spec, hb.NVFP4) else 0x80
-    nan = 0x7F if isinstance(spec, hb.NVFP4) else 0xFF
+    sign = {2: 8, 1: 0x80}[spec.format.codes_per_byte]
+    nan = NAN_SCALE[spec.format.scale.name]
     scale = q.block_scale.view(torch.uint8).repeat_interleave(spec.block_length, 1)[:, : x.shape[1]]
     expected = torch.where(scale == nan, logical_codes(q), logical_codes(q) ^ sign)
     assert torch.equal(logical_codes(negated), expected)
@@ -228,10 +229,10 @@ def test_empty_tensors(spec, shape):
     q = hb.quantize(torch.empty(shape), spec, **RNG)
     rows = layout.matrix_shape(torch.Size(shape))[0]
     padded = layout.round_up(shape[-1], spec.alignment)
-    assert q.qdata.shape == (rows, padded // 2 if isinstance(spec, hb.NVFP4) else padded)
+    assert q.qdata.shape == (rows, padded // spec.format.codes_per_byte)
     assert q.block_scale.shape == (rows, padded // spec.block_length)
     assert q.dequantize().shape == shape
-    if isinstance(spec, hb.NVFP4):
+    if spec.format.has_amax:
         assert q.amax.tolist() == ([0.0] * rows if spec.outer == "row" else 0.0)
     swizzled = hb.quantize(torch.empty(shape), spec, scale_layout="swizzled_32_4_4", **RNG)
     assert swizzled.dequantize().shape == shape
@@ -250,8 +251,7 @@ def test_one_dimension_is_one_row(spec):
 @given(x=matrices(), spec=specs, seed=SEEDS, cuts=st.tuples(st.integers(0, 18), st.integers(0, 3)))
 def test_shards_have_the_bytes_of_the_whole(x, spec, seed, cuts):
     """A shard that names its origin and the whole's amax gets the whole's bytes, whatever the rounding."""
-    tile = isinstance(spec, hb.NVFP4) and spec.is_tile
-    row = min(cuts[0] // 16 * 16 if tile else cuts[0], x.shape[0])
+    row = min(cuts[0] // 16 * 16 if spec.is_tile else cuts[0], x.shape[0])
     col = min(cuts[1] * spec.alignment, x.shape[1])
     whole = hb.quantize(x, spec, rng=hb.Philox(seed), sign_rng=hb.Philox(seed, 1))
     per_row, length = whole.block_scale.shape[1], spec.block_length
@@ -280,13 +280,13 @@ def test_shards_have_the_bytes_of_the_whole(x, spec, seed, cuts):
     pattern=st.sampled_from(("normal", "ties", "sparse")),
 )
 def test_powers_of_two_move_into_the_amax(seed, dtype, spec, power, pattern):
-    """Scaling by 2^n, far from the ends of fp32, changes no code and no NVFP4 scale, n in every E8M0 scale."""
+    """Scaling by 2^n, far from the ends of fp32, changes no code: n is in the amax alone, or in every E8M0 scale."""
     x = make(pattern, (17, 40), dtype, seed)
     x = torch.where(x.abs() < 2.0**-20, 0.0, x)
     q, scaled = hb.quantize(x, spec, **RNG), hb.quantize(x * 2.0**power, spec, **RNG)
     assert torch.equal(codes(q), codes(scaled))
     scale, moved = (t.block_scale.view(torch.uint8).int() for t in (q, scaled))
-    if isinstance(spec, hb.NVFP4):
+    if spec.format.has_amax:
         assert torch.equal(scale, moved)
         assert torch.equal(scaled.amax, q.amax * 2.0**power)
     else:
@@ -297,7 +297,7 @@ def test_powers_of_two_move_into_the_amax(seed, dtype, spec, power, pattern):
 
 
 @settings(max_examples=60)
-@given(x=matrices(patterns=TAME), spec=st.sampled_from([s for s in SPECS.values() if isinstance(s, hb.NVFP4)]))
+@given(x=matrices(patterns=TAME), spec=st.sampled_from([s for s in SPECS.values() if s.format.has_amax]))
 def test_the_own_amax_handed_in_changes_nothing(x, spec):
     q = hb.quantize(x, spec, **RNG)
     assert_same_bytes(hb.quantize(x, spec, amax=q.amax.clone(), **RNG), q)
@@ -338,7 +338,7 @@ def test_standard_tiles_quantize_to_the_transpose(x):
 
 
 @settings(max_examples=60)
-@given(x=matrices(max_rows=35), spec=specs.filter(lambda s: isinstance(s, hb.NVFP4) and s.is_tile))
+@given(x=matrices(max_rows=35), spec=specs.filter(lambda s: s.is_tile))
 def test_transpose_moves_values_and_undoes_itself(x, spec):
     q = hb.quantize(x, spec, **RNG)
     t = q.transpose()

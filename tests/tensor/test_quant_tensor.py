@@ -43,26 +43,30 @@ class TestWhatItHolds:
         assert q.group_offsets is None and not q.requires_grad
         for ours, theirs in zip(q.blocks, blocks, strict=True):
             assert torch.equal(ours, theirs)
-        is_mx = isinstance(spec, hb.MXFP8)
-        assert q.block_scale.dtype == (torch.float8_e8m0fnu if is_mx else torch.float8_e4m3fn)
-        element = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}[spec.element] if is_mx else torch.uint8
-        assert q.qdata.dtype == element and (q.amax is None) == is_mx
+        fmt = spec.format
+        scale = {"e4m3": torch.float8_e4m3fn, "e8m0": torch.float8_e8m0fnu}[fmt.scale.name]
+        element = {"e2m1": torch.uint8, "e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}[fmt.element.name]
+        assert q.block_scale.dtype == scale and q.qdata.dtype == element
+        assert (q.amax is not None) == fmt.has_amax
 
     @every_spec
     def test_equations_of_the_docstring(self, spec):
         q = make(spec)
         rows, cols = 40, layout.round_up(72, spec.alignment)
         scale = q.linear_scale().float().repeat_interleave(spec.block_length, 1)
-        if isinstance(spec, hb.MXFP8):
-            decoded = q.qdata.float() * scale
-        else:
+        if spec.format.element.name == "e2m1":
             column = torch.arange(cols)
             codes = (q.qdata[:, column // 2] >> (4 * (column % 2))) & 15
-            e2m1 = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6])[codes.long()]
+            values_of = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6])
+            elements = values_of[codes.long()]
+        else:
+            elements = q.qdata.float()
+        decoded = elements.double() * scale.double()
+        if spec.format.has_amax:
             outer = q.amax[:, None] if spec.outer == "row" else q.amax
-            decoded = e2m1.double() * scale.double() * outer.double() / (spec.e4m3_max * spec.fp4_max)
-            if spec.is_tile:
-                assert torch.equal(q.linear_scale().float(), q.linear_scale().float()[torch.arange(rows) // 16 * 16])
+            decoded = decoded * outer.double() / (spec.e4m3_max * spec.fp4_max)
+        if spec.is_tile:
+            assert torch.equal(q.linear_scale().float(), q.linear_scale().float()[torch.arange(rows) // 16 * 16])
         torch.testing.assert_close(q.dequantize(torch.float32).double(), decoded.double()[:, :72], rtol=1e-6, atol=0)
         if spec.rotation is None:
             assert decoded[:, 72:].eq(0).all()
