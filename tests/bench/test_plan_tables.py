@@ -30,7 +30,7 @@ def test_one_line_of_each_slow_table_is_on_the_page():
     for model, mesh, hardware, gpus in (
         ("llama3-8b", "dp_shard=64", "h200", 64),
         ("llama3-70b", "dp_shard=512,tp=2", "h200", 1024),
-        ("deepseek-v3", "dp_shard=512,tp=2,ep=32", "gb300", 1024),
+        ("deepseek-v3", "dp_replicate=2,dp_shard=256,tp=2,ep=32", "gb300", 1024),
     ):
         found = plan(PlanRequest(model=model, gpus=gpus, mesh=mesh, hardware=hardware))
         assert f"| {' | '.join(plan_tables.line(found))} |" in TEXT
