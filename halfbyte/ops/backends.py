@@ -13,7 +13,7 @@ from torch.types import Device
 
 from halfbyte.formats import MXFP8_E4M3, MXFP8_E5M2, NVFP4_E2M1
 from halfbyte.kernels.target import HIP, find
-from halfbyte.spec import Spec
+from halfbyte.spec import Spec, parse
 
 REFERENCE, TRITON, NATIVE = "reference", "triton", "native"
 BACKENDS = (REFERENCE, TRITON, NATIVE)
@@ -166,6 +166,13 @@ def check_kernels(specs: tuple[Spec | None, ...], device: torch.device, backend:
 def check_readers(spec: Spec | None, device: torch.device, backend: str | None) -> None:
     """Raise ValueError if the backend that would run on `device` cannot read bytes of a spec."""
     _check_missing((unread_by_kernels(spec),), device, backend)
+
+
+def stored_spec(key: str, device: torch.device, backend: str) -> Spec:
+    """Return the spec of codes that an op reads on `device`; raise ValueError if what runs there cannot read them."""
+    spec = parse(key)
+    check_readers(spec, device, backend or None)
+    return spec
 
 
 def _check_missing(missing: Iterable[str | None], device: torch.device, backend: str | None) -> None:

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
 from halfbyte import reference
-from halfbyte.ops.backends import REFERENCE, check_readers, choose
+from halfbyte.ops.backends import REFERENCE, choose
 from halfbyte.ops.repeat import BODIES, refuse_gradients, repeat_pass, repeated
 from halfbyte.rng import Draw
 from halfbyte.spec import Spec, parse
@@ -51,7 +51,7 @@ def op(
     """
     name = schema.partition("(")[0]
     _LIBRARY.define(schema)
-    _LIBRARY.impl(name, repeated(body, schema, takes_parameters), "CompositeExplicitAutograd")
+    _LIBRARY.impl(name, repeated(body, schema, takes_parameters=takes_parameters), "CompositeExplicitAutograd")
     torch.library.register_fake(f"halfbyte::{name}", fake, lib=_LIBRARY)
     packet = getattr(torch.ops.halfbyte, name)
     BODIES[packet] = body
@@ -109,13 +109,6 @@ def implementation(device: torch.device, backend: str) -> Any:
 def spec_of(key: str) -> Spec | None:
     """Return the spec of a key, None for ""."""
     return parse(key) if key else None
-
-
-def stored_spec(key: str, device: torch.device, backend: str) -> Spec:
-    """Return the spec of codes that an op reads on `device`; raise ValueError if what runs there cannot read them."""
-    spec = parse(key)
-    check_readers(spec, device, backend or None)
-    return spec
 
 
 def draw_of(base: Tensor | None, stream: int, first_block: int = 0, blocks_per_row: int | None = None) -> Draw | None:

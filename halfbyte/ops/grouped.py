@@ -11,18 +11,8 @@ import torch
 from torch import Tensor
 
 from halfbyte.layout import LINEAR, Blocks, EndsOfGroups, GroupEnds, Operand, as_offsets, grouped_shapes, stored_shapes
-from halfbyte.ops.backends import NATIVE, REFERENCE, TRITON, choose, warn_once
-from halfbyte.ops.define import (
-    OPERANDS,
-    draw_of,
-    empty_like,
-    implementation,
-    nothing,
-    op,
-    place_arguments,
-    spec_of,
-    stored_spec,
-)
+from halfbyte.ops.backends import NATIVE, REFERENCE, TRITON, choose, stored_spec, warn_once
+from halfbyte.ops.define import OPERANDS, draw_of, empty_like, implementation, nothing, op, place_arguments, spec_of
 from halfbyte.ops.gemm import Rows, check_operands, operand, pair_arguments
 from halfbyte.ops.quantization import QUANTIZABLE, both_blocks, both_fake, check_sides, op_arguments, outputs
 from halfbyte.ops.repeat import call_op, is_past_ops

@@ -12,19 +12,9 @@ import torch
 from torch import Tensor
 
 from halfbyte.layout import LINEAR, Blocks, Operand, ceil_div, check_scale_layout, matrix_shape, round_up, stored_shapes
-from halfbyte.ops.backends import NATIVE, REFERENCE, check_kernels, choose
+from halfbyte.ops.backends import NATIVE, REFERENCE, check_kernels, choose, stored_spec
 from halfbyte.ops.checkpointing import outputs_are_kept
-from halfbyte.ops.define import (
-    DRAW,
-    draw_of,
-    empty_like,
-    implementation,
-    nothing,
-    op,
-    place_arguments,
-    spec_of,
-    stored_spec,
-)
+from halfbyte.ops.define import DRAW, draw_of, empty_like, implementation, nothing, op, place_arguments, spec_of
 from halfbyte.ops.repeat import call_op, is_past_ops
 from halfbyte.rng import Draw
 from halfbyte.sides import Side, Sides, both_sides, share_tiles, shared_draws

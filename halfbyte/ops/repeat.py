@@ -220,7 +220,7 @@ def refuse_gradients(name: str, tensors: Sequence[Any]) -> None:
         )
 
 
-def repeated(function: Callable, schema: str, takes_parameters: bool) -> Callable:
+def repeated(function: Callable, schema: str, *, takes_parameters: bool) -> Callable:
     """Return an op's implementation that runs `function` once for each request where kernels run, and repeats it.
 
     Args:

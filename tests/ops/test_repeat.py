@@ -358,7 +358,9 @@ def test_sign_that_waits_is_seen():
 def test_an_op_takes_parameters_if_it_is_said_to():
     weight = torch.nn.Parameter(torch.ones(2))
     for takes in (True, False):
-        measure = repeat.repeated(lambda x, backend: x.detach(), "row_amax(Tensor x, str backend) -> Tensor", takes)
+        measure = repeat.repeated(
+            lambda x, backend: x.detach(), "row_amax(Tensor x, str backend) -> Tensor", takes_parameters=takes
+        )
         if takes:
             assert torch.equal(measure(weight, ""), weight)
         else:
@@ -368,7 +370,7 @@ def test_an_op_takes_parameters_if_it_is_said_to():
 
 def test_only_ops_that_say_which_backend_can_be_repeated():
     with pytest.raises(AssertionError, match="backend"):
-        repeat.repeated(lambda x: x, "thing(Tensor x) -> Tensor", False)
+        repeat.repeated(lambda x: x, "thing(Tensor x) -> Tensor", takes_parameters=False)
 
 
 def test_ops_and_passes_of_compiled_code_make_no_key_of_what_they_know(monkeypatch):
