@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from halfbyte.plan import calibration
 from halfbyte.plan.calibration import Constant
-from halfbyte.plan.job import Job
+from halfbyte.plan.job import Job, gathers_codes
 from halfbyte.plan.seconds import host_seconds
 
 ROOM = 0.92
@@ -14,24 +14,12 @@ UNMEASURED = {
     "tp": "tensor parallelism (docs/tensor_parallel.md)",
     "ep": "expert parallelism (docs/expert_parallel.md)",
 }
-MISSING = {"experts": "a 4-bit gather of experts that ranks share"}
-
-
-def missing(job: Job) -> tuple[str, ...]:
-    """Return what the run needs that halfbyte does not have yet."""
-    needs = {"experts": job.sharding == "fsdp" and job.gather == "nvfp4" and job.mesh.ep > 1}
-    return tuple(MISSING[name] for name, is_needed in needs.items() if is_needed)
-
-
-def unmeasured(job: Job) -> tuple[str, ...]:
-    """Return what the run needs that halfbyte has and no record is of."""
-    needs = {"tp": job.mesh.tp > 1, "ep": job.mesh.ep > 1}
-    return tuple(UNMEASURED[name] for name, is_needed in needs.items() if is_needed)
 
 
 def computed(job: Job) -> tuple[str, ...]:
-    """Return what the run needs that nobody measured: figures for it are computed."""
-    return (*unmeasured(job), *missing(job))
+    """Return what the run needs that no record is of: figures for it are computed."""
+    needs = {"tp": job.mesh.tp > 1, "ep": job.mesh.ep > 1}
+    return tuple(UNMEASURED[name] for name, is_needed in needs.items() if is_needed)
 
 
 def constants() -> dict[str, Constant]:
@@ -42,10 +30,11 @@ def constants() -> dict[str, Constant]:
 def assumptions(job: Job) -> tuple[str, ...]:
     """Return the lines, what is least certain first."""
     lines = []
-    if missing(job):
-        lines.append(f"Not in halfbyte yet, so computed and never measured: {', '.join(missing(job))}.")
-    if unmeasured(job):
-        lines.append(f"In halfbyte and not measured yet, so computed: {', '.join(unmeasured(job))}.")
+    if computed(job):
+        lines.append(f"In halfbyte and not measured yet, so computed: {', '.join(computed(job))}.")
+    in_values = "tensor" if job.mesh.tp > 1 else "expert" if job.mesh.ep > 1 and job.gather == "nvfp4" else ""
+    if in_values and job.sharding == "fsdp" and gathers_codes(job.recipe, job.sharding):
+        lines.append(f"Weights that {in_values} parallelism shares are gathered in their values, not as codes.")
     gpu = job.hardware
     if gpu.name != "h200":
         lines.append(f"No {gpu.name} was measured: it is taken to reach of its peaks what an H200 reaches of its own.")

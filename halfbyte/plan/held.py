@@ -9,7 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from halfbyte.formats import NVFP4_BLOCK
-from halfbyte.plan.architecture import Matrix
+from halfbyte.plan.architecture import Kind, Matrix
 from halfbyte.plan.job import Job
 from halfbyte.plan.kept import WORD, BlockKept, kept
 from halfbyte.plan.shared_edges import shared_edges
@@ -118,7 +118,10 @@ def _tiled(job: Job, size: Callable[[Matrix], float]) -> float:
     for span in job.spans:
         if span.recipe is job.recipe:
             matrices = job.architecture.matrices(span.kind)
-            own = [m for m in matrices if m.experts == 1 or job.sharding == "fsdp" or m.rows % NVFP4_BLOCK == 0]
+            if job.sharding == "fsdp":
+                own = [m for m in matrices if job.sends_codes(m)]
+            else:
+                own = [m for m in matrices if m.experts == 1 or m.rows % NVFP4_BLOCK == 0]
             total += span.count * sum(map(size, own))
     config = job.architecture.config
     if job.follows_head and not config.tie_embeddings and not shared_edges(job).head:
@@ -133,10 +136,6 @@ def _gradients(job: Job) -> float:
     return FP32 * (job.numel if job.sharding == "none" else job.shard)
 
 
-def _largest_block(job: Job) -> float:
-    return max(map(job.block_numel, (kind for kind in job.architecture.kinds)))
-
-
 def _gathered(job: Job, blocks: int, is_kept: bool) -> float:
     """Weights that FSDP2 has gathered at a time: blocks as they come, embedding and head for the whole step.
 
@@ -146,16 +145,26 @@ def _gathered(job: Job, blocks: int, is_kept: bool) -> float:
     """
     if job.sharding != "fsdp":
         return 0.0
-    each: float = job.value_bytes
-    if job.gather == "nvfp4" and not is_kept:
-        reading = job.reading
-        each = CODES + (TILE_SCALE if reading.spec.is_tile else 0.0)  # scales of 1x16 blocks are read as they come
-        if reading.columns is not None:
-            each = max(each, (reading.columns.format.block_bytes + 1) / reading.columns.block_length)
-        elif reading.is_in_values:
-            each = job.value_bytes
+    each = job.value_bytes if is_kept or job.gather != "nvfp4" else _bytes_of_codes(job)
+    largest = max(_gathered_block(job, kind, each) for kind in job.architecture.kinds)
     edges = job.architecture.edges - shared_edges(job).gathered(job)[1]
-    return blocks * each * _largest_block(job) + job.value_bytes * edges / job.mesh.tp
+    return blocks * largest + job.value_bytes * edges / job.mesh.tp
+
+
+def _gathered_block(job: Job, kind: Kind, each: float) -> float:
+    """Return what a block takes as it is gathered; each: bytes of a weight where it comes as codes."""
+    matrices = job.architecture.matrices(kind)
+    weights = [job.local(m) * (each if job.sends_codes(m) else job.value_bytes) for m in matrices]
+    return sum(weights) + job.value_bytes * job.architecture.small(kind)
+
+
+def _bytes_of_codes(job: Job) -> float:
+    """Return bytes of a weight that was gathered as codes, of forward or backward, whichever are more."""
+    reading = job.reading
+    each = CODES + (TILE_SCALE if reading.spec.is_tile else 0.0)  # scales of 1x16 blocks are read as they come
+    if reading.columns is not None:
+        return max(each, (reading.columns.format.block_bytes + 1) / reading.columns.block_length)
+    return job.value_bytes if reading.is_in_values else each
 
 
 def _whole_gradients(job: Job) -> float:
@@ -164,7 +173,7 @@ def _whole_gradients(job: Job) -> float:
         return 0.0
     config, shared = job.architecture.config, shared_edges(job)
     head = 0 if shared.head else config.vocab_size * config.dim / job.mesh.tp
-    return job.value_bytes * (PREFETCHED * _largest_block(job) + head)
+    return job.value_bytes * (PREFETCHED * max(map(job.block_numel, job.architecture.kinds)) + head)
 
 
 def _of_blocks(job: Job, field: str) -> list[float]:

@@ -102,6 +102,11 @@ class Job:
             )
         if self.sharding == "none" and self.gather == "nvfp4":
             raise ValueError("gather='nvfp4' with sharding='none': no weight travels; use gather='bf16'")
+        if self.gather == "nvfp4" and mesh.tp > 1:
+            raise ValueError(
+                f"gather='nvfp4' with tp={mesh.tp}: parts of tensor-parallel weights travel in their values; use "
+                "gather='bf16', or tp=1"
+            )
         if self.sharding == "zero1" and (mesh.tp, mesh.ep, mesh.dp_replicate) != (1, 1, 1):
             raise ValueError(f"sharding='zero1' shards over dp_shard alone, and mesh={mesh}; use sharding='fsdp'")
 
@@ -145,6 +150,10 @@ class Job:
     def local(self, matrix: Matrix) -> float:
         """Elements of a weight that one GPU multiplies with: what tp and ep leave of it."""
         return matrix.numel / self.mesh.tp / (self.mesh.ep if matrix.experts > 1 else 1)
+
+    def sends_codes(self, matrix: Matrix) -> bool:
+        """Whether FSDP2 gathers a weight that follows the recipe as codes: not experts that ranks share already."""
+        return self.gather == "nvfp4" and (matrix.experts == 1 or self.mesh.ep == 1)
 
     def block_numel(self, kind: Kind) -> float:
         """Elements of a block that one GPU computes with."""

@@ -175,7 +175,7 @@ def job_of(request: PlanRequest, mesh: Mesh, recompute: Recompute) -> Job:
     chosen, shape = treatment.treatment_of(request.recipe), _architecture(request.model, request.vocabulary)
     sharding: Sharding = request.sharding if request.sharding != AUTO else "fsdp" if mesh.dp_shard > 1 else "none"
     follows_head = chosen.keep is not None
-    coded = sharding != "none" and gathers_codes(chosen.recipe, sharding)
+    coded = sharding != "none" and mesh.tp == 1 and gathers_codes(chosen.recipe, sharding)
     gather: Gather = request.gather if request.gather != AUTO else "nvfp4" if coded else "bf16"
     meshes.check_mesh(mesh, shape, request.gpus)
     return Job(

@@ -153,7 +153,7 @@ def _small_values(job: Job, kind: Kind) -> int:
 def matrix_bytes(job: Job, matrix: Matrix, recipe: Recipe, phase: Phase = "forward") -> float:
     """Return the bytes of one weight as it is gathered: codes and a scale byte for each block, or values."""
     is_backward = phase == "backward"
-    if job.gather == "bf16" or recipe is not job.recipe or (is_backward and job.reading.is_in_values):
+    if not job.sends_codes(matrix) or recipe is not job.recipe or (is_backward and job.reading.is_in_values):
         return job.value_bytes * values_gathered(job.mesh, matrix)
     return codes_gathered(job.mesh, matrix, job.reading, is_backward)
 

@@ -71,16 +71,15 @@ def test_a_sharded_run_holds_what_adds_up_by_hand():
     assert at["gathered layers"] == pytest.approx(2 * 2 * whole + 2 * edges / 4, rel=1e-6)  # the last 12 stay in bf16
     assert at["logits and loss"] == 12 * 2 * 4096 * 128_256 / 4
     assert at["gradients"] == 0
-    assert at["weights"] == pytest.approx(68 * block / 4 / 8 * (1 / 2 + 1 / 256))  # codes of what this rank sends
+    tables = 80 * 4 * 8192 * 128 * 2 / 4  # cosines and sines in bf16, for q and for k
+    codes = 0.5625 * 68 * block / 4  # 12 blocks stay in bf16
+    assert at["weights"] == pytest.approx(codes + tables / 2, rel=0.001)  # of parts of weights nothing comes as codes
     early, head = found.moments[2].bytes, 128_256 * 8192 / 4
-    codes = (0.5 + 1 / 16 + 1 / 256) * whole
-    assert early["gathered layers"] == pytest.approx(codes + 2 * edges / 4 + 2 * (2 * whole + head), rel=1e-6)
+    assert early["gathered layers"] == pytest.approx(2 * whole + 2 * edges / 4 + 2 * (2 * whole + head), rel=1e-6)
     assert early["gradients"] == pytest.approx(4 * own)
     assert found.moments[3].bytes["gradients"] == pytest.approx(4 * own)
     again = plan(PlanRequest(model="llama3-70b", gpus=64, mesh="dp_shard=16,tp=4", gather="bf16", accumulate=2))
     assert again.moments[0].bytes["gathered layers"] == pytest.approx(4 * (block / 4 + 2 * 8192) + 2 * edges / 4)
-    tables = 80 * 4 * 8192 * 128 * 2 / 4  # cosines and sines in bf16, for q and for k
-    codes = 0.5625 * 68 * block / 4  # 12 blocks stay in bf16
     assert again.moments[0].bytes["weights"] == pytest.approx(codes + tables, rel=0.001)
     assert again.moments[0].bytes["gradients"] == pytest.approx(4 * own / 2)
 
@@ -104,6 +103,30 @@ def test_a_shared_head_is_kept_in_no_codes():
     common = {"model": "llama3-8b", "gpus": 4, "mesh": "dp_shard=4", "recipe": "nvfp4@all"}
     gathered, shared = (plan(PlanRequest(**common, head=head)).moments[0].bytes for head in ("gathered", "shared"))
     assert gathered["weights"] - shared["weights"] == 128_256 * 4096 * (1 / 2 + 1 / 256) / 4
+
+
+def test_a_sharded_run_whose_weights_come_as_codes_holds_what_adds_up_by_hand():
+    found = plan(PlanRequest(model="llama3-70b", gpus=64, mesh="dp_replicate=2,dp_shard=32", sequence=4096))
+    at, early = found.moments[0].bytes, found.moments[2].bytes
+    block, edges, head = 2 * 8192**2 + 2 * 8192 * 1024 + 3 * 8192 * 28_672, 2 * 128_256 * 8192 + 8192, 128_256 * 8192
+    whole = block + 2 * 8192
+    assert at["masters"] == 4 * 70_553_706_496 / 32
+    assert at["gathered layers"] == pytest.approx(2 * 2 * whole + 2 * edges)  # the last 12 stay in bf16
+    assert at["weights"] == pytest.approx(68 * block / 32 * (1 / 2 + 1 / 256))  # codes of what this rank sends
+    codes = (0.5 + 1 / 16 + 1 / 256) * block + 2 * 2 * 8192
+    assert early["gathered layers"] == pytest.approx(codes + 2 * edges + 2 * (2 * whole + head), rel=1e-9)
+
+
+def test_experts_that_ranks_share_are_held_in_values():
+    coded, plain = (
+        plan(PlanRequest(model="deepseek-v3", gpus=64, mesh="dp_shard=64,ep=8", recipe="nvfp4@all", gather=gather))
+        for gather in ("nvfp4", "bf16")
+    )
+    shape = models.find_architecture("deepseek-v3")
+    sparse = shape.kinds[1]
+    others = sum(m.numel for m in shape.matrices(sparse) if m.experts == 1)
+    fewer = plain.moments[0].bytes["gathered layers"] - coded.moments[0].bytes["gathered layers"]
+    assert fewer == pytest.approx(2 * others * (2 - 0.5 - 1 / 16 - 1 / 256))
 
 
 def test_experts_are_split_by_ep_and_their_masters_by_all():

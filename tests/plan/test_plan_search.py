@@ -6,7 +6,7 @@ import pytest
 
 from halfbyte import cli
 from halfbyte.plan import Mesh, Plan, PlanRequest, plan
-from halfbyte.plan.assumptions import assumptions, missing, unmeasured
+from halfbyte.plan.assumptions import assumptions, computed
 from halfbyte.plan.planning import candidates, job_of
 from halfbyte.plan.show import plan_heading
 
@@ -124,13 +124,10 @@ def test_json_holds_the_plan(capsys):
     assert sum(said["seconds"].values()) == pytest.approx(said["step_seconds"])
     assert said["tokens_per_second"] == pytest.approx(2 * 8192 / said["step_seconds"])
     assert {(c["what"], c["wire_bytes"]) for c in said["collectives"]} == {(c.what, c.wire) for c in found.collectives}
-    assert said["computed"] == [
-        "expert parallelism (docs/expert_parallel.md)",
-        "a 4-bit gather of experts that ranks share",
-    ]
+    assert said["computed"] == ["expert parallelism (docs/expert_parallel.md)"]
     assert said["assumptions"][:2] == [
-        "Not in halfbyte yet, so computed and never measured: a 4-bit gather of experts that ranks share.",
         "In halfbyte and not measured yet, so computed: expert parallelism (docs/expert_parallel.md).",
+        "Weights that expert parallelism shares are gathered in their values, not as codes.",
     ]
     assert any(line.startswith("Every expert gets equally many tokens") for line in said["assumptions"])
 
@@ -175,14 +172,17 @@ def test_a_mistake_is_one_line(capsys):
     )
 
 
-def test_what_exists_and_was_not_measured_is_told_from_what_does_not_exist():
+def test_what_was_not_measured_is_told_and_what_travels_in_values():
     def of(mesh, **options):
-        job = job_of(PlanRequest(gpus=mesh.tp * mesh.ep, recipe="nvfp4", **options), mesh, "nothing")
-        return missing(job), unmeasured(job)
+        job = job_of(PlanRequest(gpus=mesh.gpus, recipe="nvfp4", **options), mesh, "nothing")
+        return computed(job), [line for line in assumptions(job) if "in their values" in line]
 
-    assert of(Mesh()) == ((), ())
+    assert of(Mesh()) == ((), [])
+    assert of(Mesh(dp_shard=2)) == ((), [])
     tensor, experts = (f"{kind} parallelism (docs/{kind}_parallel.md)" for kind in ("tensor", "expert"))
-    assert of(Mesh(tp=2)) == ((), (tensor,))
-    absent, present = of(Mesh(dp_shard=2, ep=2), model="moe-1b")
-    assert "a 4-bit gather of experts that ranks share" in absent and experts in present
-    assert {tensor, experts} <= set(of(Mesh(dp_shard=2, ep=2, tp=2), model="moe-1b")[1])
+    said = "Weights that {} parallelism shares are gathered in their values, not as codes."
+    assert of(Mesh(tp=2)) == ((tensor,), [])
+    assert of(Mesh(dp_shard=2, tp=2)) == ((tensor,), [said.format("tensor")])
+    assert of(Mesh(dp_shard=2, ep=2), model="moe-1b") == ((experts,), [said.format("expert")])
+    assert of(Mesh(dp_shard=2, ep=2, tp=2), model="moe-1b") == ((tensor, experts), [said.format("tensor")])
+    assert of(Mesh(dp_shard=2, ep=2), model="moe-1b", gather="bf16") == ((experts,), [])

@@ -111,6 +111,19 @@ def test_experts_that_ranks_do_not_divide_are_filled_up():
     assert found["gradients of experts", "backward"].message == 58 * 2 * 300 * each
 
 
+def test_what_tensor_and_expert_parallelism_share_travels_in_values():
+    """As `fsdp_gather_nvfp4_` leaves it: parts of weights, and experts that ranks share; other weights are codes."""
+    common = {"model": "llama3-8b", "gpus": 8, "mesh": "dp_shard=4,tp=2"}
+    by_itself, plain = (sent(PlanRequest(**common, gather=gather)) for gather in ("auto", "bf16"))
+    assert by_itself == plain
+    with pytest.raises(ValueError, match=r"gather='nvfp4' with tp=2: parts of tensor-parallel weights .* use gather="):
+        plan(PlanRequest(**common, gather="nvfp4"))
+    common = {"model": "deepseek-v3", "gpus": 64, "mesh": "dp_shard=64,ep=8", "recipe": "nvfp4@all"}
+    coded, plain = (sent(PlanRequest(**common, gather=gather)) for gather in ("nvfp4", "bf16"))
+    assert coded["weights of experts", "forward"] == plain["weights of experts", "forward"]
+    assert coded["weights", "backward"].message < 0.3 * plain["weights", "backward"].message
+
+
 def test_without_a_policy_what_is_no_code_travels_in_fp32():
     common = {"model": "llama3-8b", "gpus": 16, "mesh": "dp_replicate=2,dp_shard=8", "values": "fp32"}
     plain, coded = (sent(PlanRequest(**common, recipe=recipe)) for recipe in ("bf16", "nvfp4"))
@@ -129,12 +142,13 @@ def test_embedding_and_head_travel_once_in_each_forward(gather):
     head = 128_256 * 4096
     expected = {  # (recipe, tp): a head that follows no recipe travels in bf16
         ("nvfp4", 1): 2 * (2 * head + 4096),
-        ("nvfp4", 2): 2 * (2 * head + 4096) / 2,
+        ("bf16", 2): 2 * (2 * head + 4096) / 2,
         ("nvfp4@all", 1): 2 * (head + 4096) + head * (2 if gather == "bf16" else 1 / 2 + 1 / 256),
     }
     for (recipe, tp), edges in expected.items():
         mesh = f"dp_shard={8 // tp},tp={tp}"
-        found = sent(PlanRequest(model="llama3-8b", gpus=8, mesh=mesh, recipe=recipe, gather=gather, accumulate=3))
+        how = gather if recipe != "bf16" else "bf16"
+        found = sent(PlanRequest(model="llama3-8b", gpus=8, mesh=mesh, recipe=recipe, gather=how, accumulate=3))
         forward, backward = (found["weights", phase].message for phase in ("forward", "backward"))
         assert forward - backward == 3 * edges
 
