@@ -146,7 +146,6 @@ class ExpertExchange:
         return self._held.row
 
     def _send(self, x: Tensor, offsets: Tensor) -> Arrived:
-        refuse_foreign((("x", x), ("offsets", offsets)), "tokens")
         try:
             self._check(x, offsets)
         except (TypeError, ValueError):
@@ -165,7 +164,10 @@ class ExpertExchange:
         return Arrived(values, groups, how)
 
     def _check(self, x: Tensor, offsets: Tensor) -> None:
+        refuse_foreign((("x", x), ("offsets", offsets)), "tokens")
         check_offsets(offsets, x)
+        if x.dtype not in (torch.bfloat16, torch.float16, torch.float32):
+            raise TypeError(f"x.dtype={x.dtype}: tokens travel in bf16, fp16 or fp32; cast them")
         if x.dim() != 2 or offsets.shape[0] != self.ranks.experts:
             raise ValueError(
                 f"x.shape={tuple(x.shape)}, offsets.shape={tuple(offsets.shape)}: give tokens [M, K] and the ends of "
@@ -436,8 +438,8 @@ class ExpertParallel(ParallelStyle):
 
     The module is called with this rank's tokens, sorted by expert, and the ends of the groups of all experts, and
     returns a row for each token, as without it; its forward sees the tokens of all ranks for the experts that are here.
-    Both are handed by place or by name: the names of forward's first two arguments, or x and offsets where it takes
-    them by name alone.
+    Both are handed by place or by name: forward's first two arguments. Of those that it takes by name alone, x and
+    offsets are meant if they are there; x and offsets, too, where it names none.
 
     Args:
         readers, dispatch, capacity, reduce: as for `shard_experts_`.
@@ -478,6 +480,9 @@ class ExpertParallel(ParallelStyle):
 
 def _names_of_tokens(module: nn.Module) -> tuple[str, str]:
     """Return as what forward takes tokens and the ends of their groups."""
-    of_forward = inspect.signature(module.forward).parameters.values()
-    first = [one.name for one in of_forward if one.kind in (one.POSITIONAL_ONLY, one.POSITIONAL_OR_KEYWORD)][:2]
+    of_forward = list(inspect.signature(module.forward).parameters.values())
+    by_place = [one.name for one in of_forward if one.kind in (one.POSITIONAL_ONLY, one.POSITIONAL_OR_KEYWORD)]
+    by_name = [one.name for one in of_forward if one.kind == one.KEYWORD_ONLY]
+    # Of those that are handed by name alone, what is called as here comes first.
+    first = [*by_place, *sorted(by_name, key=lambda name: {"x": 0, "offsets": 1}.get(name, 2))][:2]
     return (first[0], first[1]) if len(first) == 2 else ("x", "offsets")

@@ -17,7 +17,6 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ParallelStyle
 
-from halfbyte.distributed.tied import refuse_tied, replace_
 from halfbyte.functional import grouped_linear
 from halfbyte.functional.derivatives import first_order, refusals
 from halfbyte.functional.earlier import refuse_delayed
@@ -128,7 +127,7 @@ def share_parameters_(module: nn.Module, share: Callable[[str, Tensor], Tensor])
         share: from a parameter's name and values to what becomes the parameter, which needs a gradient if that one did.
     """
     for name, param in list(module.named_parameters(recurse=False)):
-        replace_(module, name, param, share(name, param.detach()))
+        setattr(module, name, nn.Parameter(share(name, param.detach()), requires_grad=param.requires_grad))
 
 
 def refuse_main_grad(layer: GroupedRecipe, weight: Any) -> None:
@@ -240,7 +239,6 @@ class _GroupedStyle(ParallelStyle):
         _check_layer(layer, type(self).__name__, device_mesh)
         features = Features(device_mesh, self.dim, self.sections)
         _check_sizes(layer, features)
-        refuse_tied(layer, {layer.title: layer})
         places, source = features.placements, self.src_data_rank
         share_parameters_(
             layer, lambda name, data: distribute_tensor(data, device_mesh, [places[name]], src_data_rank=source)

@@ -42,27 +42,34 @@ class Home(NamedTuple):
 
 def homes_of(model: nn.Module) -> list[Home]:
     """Return every parameter once, in the model's order; tied ones under their first name."""
-    gathering = _gathering_modules(model)
+    gathering = _gathering_groups(model)
+    above: dict[str, tuple[nn.Module, ...]] = {}  # wrapped modules that hold a path, the nearest first
     homes, seen = [], set()
     for path, module in model.named_modules():
+        holding = above.get(path.rpartition(".")[0], ()) if path else ()
+        above[path] = (module, *holding) if is_wrapped(module) else holding
         for own, param in module._parameters.items():
             if param is not None and id(param) not in seen:
                 seen.add(id(param))
                 if is_exchanged(module):
                     continue
-                homes.append(Home(f"{path}.{own}".lstrip("."), module, own, gathering.get((module, own))))
+                group, wrapped = gathering.get(id(param), (None, None))
+                nearest = (one for one in above[path] if any(found is group for found in groups_of(one)))
+                homes.append(Home(f"{path}.{own}".lstrip("."), module, own, next(nearest, wrapped)))
     return homes
 
 
-def _gathering_modules(model: nn.Module) -> dict[tuple[nn.Module, str], nn.Module]:
-    """Return the module in a model whose FSDP2 group gathers a parameter, by the module that has it and its name."""
+def _gathering_groups(model: nn.Module) -> dict[int, tuple[Any, nn.Module]]:
+    """Return the FSDP2 group that gathers a parameter, and a module of it in the model, by the id of what is there now.
+
+    Not by module: `hb.quantize_` may have put another in the place of the one that FSDP2 knows, with its parameters.
+    """
     found = {}
     for wrapped in model.modules():
         for group in groups_of(wrapped) if is_wrapped(wrapped) else ():
             for param in group.fsdp_params:
                 info = param._module_info
-                modules, names = (info.module, *info.shared_modules), (info.param_name, *info.shared_param_names)
-                found |= dict.fromkeys(zip(modules, names, strict=True), wrapped)
+                found[id(info.module._parameters[info.param_name])] = group, wrapped
     return found
 
 

@@ -199,7 +199,9 @@ def check_received(ranks: Holders, received: Tensor, ends: Tensor, tokens: int) 
         tokens: of this rank.
     """
     wrong = _wrong(received)
-    if wrong.is_cuda:
+    if wrong.is_meta:
+        return
+    if wrong.is_cuda or type(wrong) is not Tensor:  # a fake one has no values either
         torch._assert_async(~wrong.any(), "offsets of a rank that shares experts are no cumulative ends of its groups")
     elif bool(wrong.any()):
         raise ValueError(_said(ranks, wrong.tolist(), ends, tokens))

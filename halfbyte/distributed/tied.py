@@ -7,7 +7,6 @@ too, such as an embedding tied to a head, is not seen: torch's ColwiseParallel a
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
 
 from torch import nn
 
@@ -15,7 +14,7 @@ UNTIE = "give each its own, nn.Parameter(weight.detach().clone()), or leave both
 
 
 def refuse_tied(module: nn.Module, layers: Mapping[str, nn.Module]) -> None:
-    """Raise ValueError if a parameter of a layer is another one's too, as far as that can be seen.
+    """Raise ValueError if a parameter that is trained is another one's too; frozen ones learn nothing apart.
 
     Args:
         module: that holds the layers, of which all names are looked at.
@@ -25,26 +24,8 @@ def refuse_tied(module: nn.Module, layers: Mapping[str, nn.Module]) -> None:
     for prefix, holder in module.named_modules():
         for key, param in holder._parameters.items():
             names.setdefault(id(param), []).append(f"{prefix}.{key}".lstrip("."))
-    for name, layer in layers.items():
+    for layer in layers.values():
         for key, param in layer._parameters.items():
-            if param is None:
-                continue
             one, *others = names.get(id(param), [key])
-            if others:
+            if param is not None and param.requires_grad and others:
                 raise ValueError(f"{one} and {others[0]} are one parameter, of which ranks would keep parts: {UNTIE}")
-            if hasattr(param, "kept_in_parts"):
-                what = f"{name or 'module'}: its {key}"
-                raise ValueError(f"{what} is that of another module, of which ranks keep parts already: {UNTIE}")
-
-
-def replace_(module: nn.Module, key: str, param: Any, part: Any) -> None:
-    """Put what a rank keeps of a parameter in its place, and leave a note for a module that has it too.
-
-    Args:
-        module: changed in place.
-        key: of the parameter.
-        param: it.
-        part: what becomes the parameter, which needs a gradient if that one does.
-    """
-    setattr(module, key, nn.Parameter(part, requires_grad=param.requires_grad))
-    param.kept_in_parts = True

@@ -18,7 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ParallelStyle
 
-from halfbyte.distributed.tied import refuse_tied, replace_
+from halfbyte.distributed.tied import refuse_tied
 from halfbyte.functional.sharded import run_parts
 from halfbyte.nn.linear import Linear, LinearLayer, gather
 from halfbyte.nn.shared_input import SharedInput
@@ -136,7 +136,8 @@ def place_(layer: Any, mesh: DeviceMesh, places: tuple, source: int | None) -> N
     for key, place in zip(("weight", "bias"), places, strict=True):
         param = getattr(layer, key)
         if param is not None:
-            replace_(layer, key, param, distribute_tensor(param.detach(), mesh, [place], src_data_rank=source))
+            data = distribute_tensor(param.detach(), mesh, [place], src_data_rank=source)
+            setattr(layer, key, nn.Parameter(data, requires_grad=param.requires_grad))
 
 
 def _check_layers(module: nn.Module, layers: dict[str, Any], mesh: DeviceMesh) -> None:

@@ -12,7 +12,7 @@ from halfbyte.plan.architecture import Architecture, Kind, Matrix
 from halfbyte.plan.hardware import Hardware
 from halfbyte.plan.kept import Masters, Recompute
 from halfbyte.plan.mesh import Mesh
-from halfbyte.plan.shards import filled, splitting_ranks, values_gathered
+from halfbyte.plan.shards import filled, splitting_ranks, table_gathered, values_gathered
 from halfbyte.recipes import bf16
 from halfbyte.spec import Recipe
 
@@ -172,8 +172,8 @@ class Job:
             return self.numel / self.mesh.dp_shard
         config, ranks = self.architecture.config, self.mesh.dp_shard
         tables = 1 if config.tie_embeddings else 2
-        edges = filled((config.dim,), ranks) + tables * filled((config.vocab_size, config.dim), ranks)
-        found = edges / self.mesh.tp / ranks
+        edges = filled((config.dim,), ranks) / self.mesh.tp + tables * table_gathered(self.mesh, config)
+        found = edges / ranks
         for kind in self.architecture.kinds:
             small = sum(filled(shape, ranks) for shape in self.architecture.small_shapes(kind)) / ranks
             matrices = self.architecture.matrices(kind)

@@ -16,6 +16,7 @@ from halfbyte.distributed.fsdp_shards import RowShards
 from halfbyte.layout import ceil_div
 from halfbyte.plan.architecture import Matrix
 from halfbyte.plan.mesh import Mesh
+from halfbyte.train.model import ModelConfig
 
 SPLIT_BY_COLUMNS = ("o_proj", "down_proj")
 """Layers whose input features tensor parallelism splits, RowwiseParallel in torch's words; all others by output."""
@@ -44,6 +45,11 @@ def values_gathered(mesh: Mesh, matrix: Matrix) -> int:
     experts, rows, cols = local_shape(mesh, matrix)
     is_expert = matrix.experts > 1
     return filled((experts, rows, cols) if is_expert else (rows, cols), splitting_ranks(mesh, is_expert))
+
+
+def table_gathered(mesh: Mesh, config: ModelConfig) -> int:
+    """Return the elements that a gather of an embedding or a head brings, of the words that `tp` leaves."""
+    return filled((ceil_div(config.vocab_size, mesh.tp), config.dim), mesh.dp_shard)
 
 
 @cache

@@ -19,7 +19,7 @@ from halfbyte.plan.calibration import NETWORK_SHARE, NVLINK_SHARE
 from halfbyte.plan.hardware import Hardware
 from halfbyte.plan.held import BF16, FP32
 from halfbyte.plan.job import Job
-from halfbyte.plan.shards import codes_gathered, filled, splitting_ranks, values_gathered
+from halfbyte.plan.shards import codes_gathered, filled, splitting_ranks, table_gathered, values_gathered
 from halfbyte.plan.shared_edges import shared_edges
 from halfbyte.spec import Recipe
 
@@ -114,7 +114,7 @@ def _weights(job: Job) -> Iterator[Collective]:
 
 def _edges(job: Job) -> float:
     """Return what embedding, last norm and head take as they are gathered; FSDP2 keeps them for the backward."""
-    values = job.value_bytes * _edge_values(job, is_head_coded=_is_head_coded(job)) / job.mesh.tp
+    values = job.value_bytes * _edge_values(job, is_head_coded=_is_head_coded(job))
     return values + (matrix_bytes(job, _head(job), job.recipe) if _is_head_coded(job) else 0.0)
 
 
@@ -127,12 +127,12 @@ def _is_head_coded(job: Job) -> bool:
     return job.follows_head and not shared_edges(job).head
 
 
-def _edge_values(job: Job, *, is_head_coded: bool) -> int:
-    """Return the elements of embedding, last norm and head that FSDP2 gathers in values, on all tp ranks together."""
+def _edge_values(job: Job, *, is_head_coded: bool) -> float:
+    """Return the elements of embedding, last norm and head that FSDP2 gathers in values, of one of tp ranks."""
     config, shared, ranks = job.architecture.config, shared_edges(job), job.mesh.dp_shard
     is_kept = (shared.head,) if config.tie_embeddings else (shared.embedding, shared.head or is_head_coded)
     tables = len(is_kept) - sum(is_kept)
-    return filled((config.dim,), ranks) + tables * filled((config.vocab_size, config.dim), ranks)
+    return filled((config.dim,), ranks) / job.mesh.tp + tables * table_gathered(job.mesh, config)
 
 
 def bytes_of_block(job: Job, experts: bool, phase: Phase) -> float:
@@ -203,7 +203,7 @@ def _gradients(job: Job) -> Iterator[Collective]:
     if job.sharding == "zero1":
         yield _reduction("gradients", "reduce-scatter", _shards(job, False), BF16 * job.numel)
         return
-    others = _edge_values(job, is_head_coded=False) / mesh.tp
+    others = _edge_values(job, is_head_coded=False)
     experts = 0.0
     for kind in job.architecture.kinds:
         each = {m: values_gathered(mesh, m) for m in job.architecture.matrices(kind)}

@@ -70,8 +70,10 @@ def called_by_name(rank: int, world: int) -> list[str]:
     want = step(shared(world), x, dy, offsets)
     found = {}
     ways = {"both": ("x", "offsets"), "ends alone": ("offsets",), "renamed": ("tokens", "ends")}
-    for way, own in (ways | {"named alone": ("x", "offsets")}).items():
-        module = {"renamed": Renamed, "named alone": NamedAlone}.get(way, Experts)()
+    ways |= {"named alone": ("x", "offsets"), "renamed and alone": ("hidden", "ends")}
+    kinds = {"renamed": Renamed, "named alone": NamedAlone, "renamed and alone": RenamedAlone}
+    for way, own in ways.items():
+        module = kinds.get(way, Experts)()
         parallelize_module(module, ranks.mesh(world, names=("ep",)), hb.distributed.ExpertParallel())
         arguments = dict(zip(own, (x, offsets)[-len(own) :], strict=True))
         y = module(**arguments) if len(own) == 2 else module(x, **arguments)
@@ -93,6 +95,22 @@ class NamedAlone(Experts):
 
     def forward(self, *, scale: float = 1.0, offsets: Tensor, x: Tensor) -> Tensor:
         return super().forward(x * scale, offsets)
+
+
+class RenamedAlone(Experts):
+    """Experts whose forward takes the ends by a name of its own alone."""
+
+    def forward(self, hidden: Tensor, *, ends: Tensor) -> Tensor:
+        return super().forward(hidden, ends)
+
+
+def without_values(rank: int, world: int) -> list[tuple[int, ...]]:
+    """Return shapes of what experts with a capacity return on meta, of which nobody reads an offset."""
+    module = Experts()
+    parallelize_module(module, ranks.mesh(world, names=("ep",)), hb.distributed.ExpertParallel(capacity=8))
+    x, _, offsets = given(rank, world)
+    with torch.no_grad():
+        return [tuple(module.to("meta")(x.to("meta"), offsets.to("meta")).shape), tuple(x.shape)]
 
 
 def in_other_ways(rank: int, world: int, compiled: bool) -> list[str]:
@@ -258,9 +276,6 @@ def _ask_of_layers(ask, world: int) -> None:
     )
     ask("tied", lambda: share(nn.ModuleList([first := Experts(), tied_to(first)]), mesh))
     ask("tied to another", lambda: share(nn.ModuleList([first := Experts(), Holder(first.down_proj.weight)]), mesh))
-    layers = nn.ModuleList([first := Experts(), tied_to(first)])
-    style = hb.distributed.ExpertParallel()
-    ask("tied, one by one", lambda: parallelize_module(layers, mesh, {"0": style, "1": style}))
     module = Experts()
     both = nn.ModuleDict({"a": module, "b": module})  # one module under two names is no tie
     ask("two names", lambda: share(both, mesh))
@@ -285,6 +300,7 @@ def tied_to(first: Experts) -> Experts:
 def _ask_of_forwards(ask, world: int, x: Tensor, offsets: Tensor) -> None:
     ask("offsets", lambda: shared(world)(x, offsets[:2]))
     ask("one argument", lambda: shared(world)(x))
+    ask("integers", lambda: shared(world)(x.long(), offsets))
     ask("another name", lambda: shared(world)(x=x, ends=offsets))
     ask("not what arrived", lambda: changed_tokens(world, x, offsets))
     mixed = shared(world, "gate_up_proj", dispatch="nvfp4")

@@ -155,9 +155,6 @@ def _ask_when_wrapping(ask, mesh) -> None:
     ask("delayed amaxes", lambda: wrapped(COLWISE(), lambda m: hb.set_recipe_(m, delayed, state=hb.RunState(0))))
     ask("main_grad", lambda: wrapped(COLWISE(), lambda m: setattr(m.gate_up_proj.weight, "main_grad", torch.zeros(()))))
     ask("observed", lambda: hb.collect_stats(shared(mesh.size())))
-    layers = nn.ModuleDict({"up": (first := Experts()).gate_up_proj, "gate": Experts().gate_up_proj})
-    layers["gate"].weight = first.gate_up_proj.weight
-    ask("tied", lambda: parallelize_module(layers, mesh, {"up": COLWISE(), "gate": COLWISE()}))
     ask("zero", lambda: hb.distributed.ZeroOptimizer(shared(mesh.size()), torch.optim.AdamW))
 
 

@@ -334,9 +334,8 @@ def refusals(rank: int, world: int) -> dict[str, str]:
     found.ask("tied", lambda: colwise("q_proj", "k_proj", change=lambda m: tie(m, "k_proj")))
     found.ask("tied to another", lambda: colwise("q_proj", change=lambda m: tie(m, "v_proj")))
     found.ask("nothing", lambda: colwise("q_proj", "up_proj"))
-    for name, style in {"rows": hb.distributed.NVFP4Colwise(), "columns": hb.distributed.NVFP4Rowwise()}.items():
-        module = projections()
-        tie(module, "v_proj")
-        plan = {"q_proj": hb.distributed.NVFP4Colwise(), "v_proj": style}
-        found.ask(f"tied, {name}", partial(parallelize_module, module, mesh, plan))
+    frozen = projections().requires_grad_(False)
+    tie(frozen, "k_proj")
+    parallelize_module(frozen, mesh, hb.distributed.NVFP4Colwise("q_proj", "k_proj"))  # nothing is learned apart
+    assert torch.equal(frozen["q_proj"].weight.to_local(), frozen["k_proj"].weight.to_local())
     return found

@@ -33,7 +33,7 @@ REFUSED = {
     "main_grad": "ValueError: down_proj: its weight has a main_grad",
     "tied": "ValueError: 0.down_proj.weight and 1.down_proj.weight are one parameter, .* give each its own",
     "tied to another": "ValueError: 0.down_proj.weight and 1.kept are one parameter, .* give each its own",
-    "tied, one by one": "ValueError: down_proj: its weight is that of another module, of which ranks keep parts",
+    "integers": "TypeError: x.dtype=torch.int64: tokens travel in bf16, fp16 or fp32; cast them",
     "two names": "nothing",
     "zero": "ValueError: rank 0: model: .* is sharded already",
     "offsets": r"ValueError: x.shape=\(.*offsets.shape=\(2,\).*all 4 experts",
@@ -89,6 +89,10 @@ def test_under_the_style():
 
 def test_tokens_that_are_handed_by_name():
     assert ranks.run(2, models.called_by_name) == [[], []]
+
+
+def test_nobody_reads_offsets_that_have_no_values():
+    assert all(got == tokens for got, tokens in ranks.run(2, models.without_values))
 
 
 def test_recomputed_and_with_room_for_all():

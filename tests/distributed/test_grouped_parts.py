@@ -22,7 +22,6 @@ REFUSED = {
     "delayed amaxes": r"ValueError: recipe.amax=.*: experts that ranks share by features quantize with",
     "main_grad": "ValueError: .*its weight has a main_grad",
     "observed": "ValueError: .*ranks share its experts: .*, GroupedColwise and GroupedRowwise have passes of their own",
-    "tied": "ValueError: .*its weight is that of another module, of which ranks keep parts .*give each its own",
     "zero": "ValueError: rank 0: model: .* is sharded already",
     "experts over the same ranks": r"ValueError: gate_up_proj: ranks \[0, 1\] share .*mesh\['ep', 'tp'\]",
     "experts that are whole": r"ValueError: gate_up_proj: .*its experts are whole; give mesh\['ep'\]",

@@ -15,8 +15,6 @@ REFUSED = {
     "tied": "ValueError: q_proj.weight and k_proj.weight are one parameter, .* give each its own",
     "tied to another": "ValueError: q_proj.weight and v_proj.weight are one parameter, .* give each its own",
     "nothing": "TypeError: up_proj=NoneType: the style is for hb.nn.Linear",
-    "tied, rows": "ValueError: .*its weight is that of another module, of which ranks keep parts .*give each its own",
-    "tied, columns": "ValueError: .*its weight is that of another module, of which ranks keep parts",
 }
 
 

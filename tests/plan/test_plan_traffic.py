@@ -103,6 +103,14 @@ def test_rows_that_ranks_do_not_divide_are_filled_up():
     assert coded["weights", "forward"].message - coded["weights", "backward"].message == head + 2 * (words + 9000)
 
 
+def test_words_are_filled_up_behind_those_that_tensor_parallelism_leaves():
+    """128,256 words over 8 are 16,032 for each, over 128 ranks 126 of each."""
+    common = {"model": "llama3-70b", "gpus": 1024, "mesh": "dp_shard=128,tp=8", "recipe": "bf16"}
+    found = sent(PlanRequest(**common))
+    edges = found["weights", "forward"].message - found["weights", "backward"].message
+    assert edges == 2 * (2 * 126 * 128 * 8192 + 8192 / 8)
+
+
 def test_experts_that_ranks_do_not_divide_are_filled_up():
     """What expert parallelism leaves is split by experts: of 128, each of 300 ranks has one or none."""
     found = sent(PlanRequest(model="deepseek-v3", gpus=600, mesh="dp_shard=600,ep=2", recipe="bf16"))

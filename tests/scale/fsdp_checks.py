@@ -466,6 +466,50 @@ def taken_along(rank: int, world: int) -> list[list[str]]:
     return found if same(loaded._local_tensor, shard._local_tensor) else []
 
 
+def wrapped_otherwise(rank: int, world: int) -> dict[str, list]:
+    """What is kept in values, and where losses and masters differ from a bf16 gather's, of models wrapped otherwise.
+
+    Converted after they were wrapped, in part or whole, and blocks that one call wrapped.
+    """
+    mesh, found = ranks.mesh(world), {}
+    for how in ("converted later", "half of it later", "blocks of one call"):
+        seen, kept = [], []
+        for codes in (False, True):
+            torch.manual_seed(0)
+            model, state = nn.Sequential(two_layers(32), two_layers(32)), hb.RunState(0)
+            if how == "half of it later":
+                hb.quantize_(model[0], "nvfp4", keep=NOTHING_KEPT, state=state)
+            if how == "blocks of one call":
+                hb.quantize_(model, "nvfp4", keep=NOTHING_KEPT, state=state)
+                fully_shard([model[0], model[1]], mesh=mesh, mp_policy=BF16)
+            else:
+                for block in model:
+                    fully_shard(block, mesh=mesh, mp_policy=BF16)
+            fully_shard(model, mesh=mesh, mp_policy=BF16)
+            if how != "blocks of one call":
+                hb.quantize_(model, "nvfp4", keep=NOTHING_KEPT, state=state)
+            if codes:
+                kept = list(hb.distributed.fsdp_gather_nvfp4_(model).report.kept)
+            seen.append(train(Case(), rank, model, state))
+        found[how] = [*kept, *(i for i, (a, b) in enumerate(zip(*seen, strict=True)) if not same(a, b))]
+    return found
+
+
+def blocks_of_one_call(rank: int, world: int) -> list[bool]:
+    """Whether compiled blocks that one call of fully_shard wrapped leave no graph to validate in high precision."""
+    model = nn.Sequential(two_layers(32), two_layers(32))
+    hb.quantize_(model, "nvfp4", keep=NOTHING_KEPT, state=hb.RunState(0))
+    fully_shard([model[0], model[1]], mesh=ranks.mesh(world), mp_policy=BF16)
+    fully_shard(model, mesh=ranks.mesh(world), mp_policy=BF16)
+    hb.distributed.fsdp_gather_nvfp4_(model)
+    x = batch(Case(), rank, 0, 0)
+    with torch.no_grad(), hb.high_precision(model):
+        plain = model(x)
+        for block in model:
+            block.compile(fullgraph=True, backend="eager")
+        return [same(plain, model(x))]
+
+
 def without_its_group(rank: int, world: int) -> tuple[str, str]:
     """What is said of layers that a module further up gathers, beside others and alone."""
     mesh, said = ranks.mesh(world), []
