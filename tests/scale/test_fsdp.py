@@ -5,6 +5,7 @@ from functools import cache
 import fsdp_cases
 import fsdp_checks
 import fsdp_matrix
+import fsdp_wrapping
 import pytest
 import ranks
 
@@ -158,17 +159,17 @@ def test_ranks_that_differ_are_told_the_difference():
 
 
 def test_pickles_and_copies_of_a_shard_have_nothing_of_the_gather():
-    assert ranks.run(2, fsdp_checks.taken_along) == [[["own"], ["own"]]] * 2
+    assert ranks.run(2, fsdp_wrapping.taken_along) == [[["own"], ["own"]]] * 2
 
 
 def test_models_that_are_converted_after_they_were_wrapped_and_blocks_of_one_call():
-    for found in ranks.run(2, fsdp_checks.wrapped_otherwise):
+    for found in ranks.run(2, fsdp_wrapping.wrapped_otherwise):
         assert found == {"converted later": [], "half of it later": [], "blocks of one call": []}
-    assert ranks.run(2, fsdp_checks.blocks_of_one_call) == [[True]] * 2
+    assert ranks.run(2, fsdp_wrapping.blocks_of_one_call) == [[True]] * 2
 
 
 def test_what_a_module_further_up_gathers_stays_in_its_values_and_is_named():
-    for beside, alone in ranks.run(2, fsdp_checks.without_its_group):
+    for beside, alone in ranks.run(2, fsdp_wrapping.without_its_group):
         assert beside.startswith(
             "['1.0.weight', '1.2.weight']: fsdp_gather_nvfp4_: gathered in their values: 1.0.weight: "
         )

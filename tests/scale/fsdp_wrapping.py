@@ -1,0 +1,97 @@
+"""Shards that are copied, and models that FSDP2 wrapped otherwise, under a 4-bit gather: for ranks.run."""
+
+from __future__ import annotations
+
+import copy
+import io
+import warnings
+
+import ranks
+import torch
+from fsdp_checks import BF16, NOTHING_KEPT, Case, batch, same, train, two_layers, wrapped
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+
+import halfbyte as hb
+
+
+def taken_along(rank: int, world: int) -> list[list[str]]:
+    """Attributes of pickles and copies of a shard that has been through a forward and a backward, with one's own."""
+    model, _ = wrapped(Case(), world)
+    hb.distributed.fsdp_gather_nvfp4_(model)
+    model(batch(Case(), rank, 0, 0)).float().sum().backward()
+    model.reshard()
+    shard = model[0].weight
+    shard._local_tensor.own = 3
+    file = io.BytesIO()
+    torch.save(dict(model.named_parameters()), file)
+    file.seek(0)
+    loaded = torch.load(file)["0.weight"]
+    found = [sorted(vars(t._local_tensor)) for t in (loaded, copy.deepcopy(shard))]
+    other, _ = wrapped(Case(), world)  # plain FSDP2 takes them as they are
+    other.load_state_dict({**other.state_dict(), "0.weight": loaded}, assign=True)
+    other(batch(Case(), rank, 0, 0))
+    return found if same(loaded._local_tensor, shard._local_tensor) else []
+
+
+def wrapped_otherwise(rank: int, world: int) -> dict[str, list]:
+    """What is kept in values, and where losses and masters differ from a bf16 gather's, of models wrapped otherwise.
+
+    Converted after they were wrapped, in part or whole, and blocks that one call wrapped.
+    """
+    mesh, found = ranks.mesh(world), {}
+    for how in ("converted later", "half of it later", "blocks of one call"):
+        seen, kept = [], []
+        for codes in (False, True):
+            torch.manual_seed(0)
+            model, state = nn.Sequential(two_layers(32), two_layers(32)), hb.RunState(0)
+            if how == "half of it later":
+                hb.quantize_(model[0], "nvfp4", keep=NOTHING_KEPT, state=state)
+            if how == "blocks of one call":
+                hb.quantize_(model, "nvfp4", keep=NOTHING_KEPT, state=state)
+                fully_shard([model[0], model[1]], mesh=mesh, mp_policy=BF16)
+            else:
+                for block in model:
+                    fully_shard(block, mesh=mesh, mp_policy=BF16)
+            fully_shard(model, mesh=mesh, mp_policy=BF16)
+            if how != "blocks of one call":
+                hb.quantize_(model, "nvfp4", keep=NOTHING_KEPT, state=state)
+            if codes:
+                kept = list(hb.distributed.fsdp_gather_nvfp4_(model).report.kept)
+            seen.append(train(Case(), rank, model, state))
+        found[how] = [*kept, *(i for i, (a, b) in enumerate(zip(*seen, strict=True)) if not same(a, b))]
+    return found
+
+
+def blocks_of_one_call(rank: int, world: int) -> list[bool]:
+    """Whether compiled blocks that one call of fully_shard wrapped leave no graph to validate in high precision."""
+    model = nn.Sequential(two_layers(32), two_layers(32))
+    hb.quantize_(model, "nvfp4", keep=NOTHING_KEPT, state=hb.RunState(0))
+    fully_shard([model[0], model[1]], mesh=ranks.mesh(world), mp_policy=BF16)
+    fully_shard(model, mesh=ranks.mesh(world), mp_policy=BF16)
+    hb.distributed.fsdp_gather_nvfp4_(model)
+    x = batch(Case(), rank, 0, 0)
+    with torch.no_grad(), hb.high_precision(model):
+        plain = model(x)
+        for block in model:
+            block.compile(fullgraph=True, backend="eager")
+        return [same(plain, model(x))]
+
+
+def without_its_group(rank: int, world: int) -> tuple[str, str]:
+    """What is said of layers that a module further up gathers, beside others and alone."""
+    mesh, said = ranks.mesh(world), []
+    for deep in (True, False):
+        block = nn.Sequential(two_layers(), two_layers(32, 80, 48))
+        model = nn.Sequential(block)
+        hb.quantize_(model, "nvfp4", keep=NOTHING_KEPT, state=hb.RunState(0))
+        for part in (block[0], model) if deep else (model,):
+            fully_shard(part, mesh=mesh)
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            try:
+                kept = hb.distributed.fsdp_gather_nvfp4_(block).report.kept
+                said.append(f"{list(kept)}: {caught[0].message}")
+            except ValueError as error:
+                said.append(str(error))
+    return said[0], said[1]
