@@ -3,6 +3,7 @@
 from dataclasses import replace
 
 import fsdp_compiled
+import fsdp_wrapping
 import pytest
 import ranks
 import train_checks as checks
@@ -76,3 +77,7 @@ def test_halfbyte_train_compiles_blocks_over_codes(tmp_path, capfd):
     assert checks.lines(plain) == checks.lines(codes)
     (line,) = [line for line in capfd.readouterr().err.splitlines() if line.startswith("compile: off")]
     assert line.endswith("q_proj.weight: its backward reads it in another form than its forward")
+
+
+def test_blocks_of_one_call_of_fully_shard_in_high_precision():
+    assert ranks.run(2, fsdp_wrapping.blocks_of_one_call) == [[True]] * 2
