@@ -69,7 +69,7 @@ def _gathering_groups(model: nn.Module) -> dict[int, tuple[Any, nn.Module]]:
         for group in groups_of(wrapped) if is_wrapped(wrapped) else ():
             for param in group.fsdp_params:
                 info = param._module_info
-                found[id(info.module._parameters[info.param_name])] = group, wrapped
+                found[id(info.module._parameters.get(info.param_name))] = group, wrapped
     return found
 
 
