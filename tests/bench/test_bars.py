@@ -1,0 +1,63 @@
+"""All figures of a machine in one command: what runs where, what is ended by the clock, and what is printed."""
+
+import sys
+import time
+
+from bench import bars, registry, results
+
+CASES = {case.name for case in registry.all_cases()}
+
+
+def test_every_case_of_a_step_and_of_the_host_is_run_once(tmp_path):
+    globs = [glob for only in bars.BENCHED for glob in only]
+    chosen = [case.name for glob in globs for case in registry.select(registry.all_cases(), [glob])]
+    wanted = {name for name in CASES if name.partition("/")[0] in ("host", "eval", "steps", "train")}
+    assert sorted(chosen) == sorted(wanted - {"train/moe-300m"}), "which has no bar, and takes a minute"
+    found = bars.entries(tmp_path, ("--commit", "abc"))
+    assert len({entry.name for entry in found}) == len(found) == len(bars.BENCHED) + len(bars.STEPS)
+    assert all(entry.command[-1] in globs and "abc" in entry.command for entry in found if "bench" in entry.command)
+
+
+def entry(name, text):
+    return bars.Entry(name, (sys.executable, "-c", text))
+
+
+def test_each_gpu_has_one_entry_at_a_time(tmp_path, capsys):
+    (tmp_path / "seen").mkdir()
+    own = f"p = '{tmp_path}/seen/' + os.environ['CUDA_VISIBLE_DEVICES']"
+    text = f"import os, time; {own}; os.mkdir(p); time.sleep(0.2); os.rmdir(p)"
+    queue = bars.Queue([entry(f"e {i}", text) for i in range(6)], tmp_path, time.monotonic() + 60)
+    queue.run(["3", "5"], 2)
+    assert [status for _, status in queue.ended] == [0] * 6 and not queue.waiting
+    said = capsys.readouterr().out.splitlines()
+    assert len(said) == 6 and {line.rpartition(" ")[2] for line in said} == {"3", "5"}
+
+
+def test_the_clock_ends_what_runs_with_all_that_it_started(tmp_path, capsys):
+    child = f"import time; time.sleep(2); open('{tmp_path}/late', 'w')"
+    text = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {child!r}])"
+    wrong = entry("wrong", "raise SystemExit(3)")
+    queue = bars.Queue([wrong, entry("long", text), entry("never", "")], tmp_path, time.monotonic() + 0.8)
+    queue.run(["0"], 1)
+    assert [e.name for e in queue.waiting] == ["never"] and [status for _, status in queue.ended] == [3, -9]
+    said = capsys.readouterr().out
+    assert "wrong: 0 s on GPU 0, FAILED: " in said and "long: 1 s on GPU 0, ended by the limit of time" in said
+    time.sleep(2)
+    assert not (tmp_path / "late").exists()
+
+
+def test_speeds_are_read_from_the_table_of_compare(tmp_path):
+    file = tmp_path / "out.txt"
+    table = "| recipe | held-out loss | gap to bf16 | tokens/s |\n| --- | ---: | ---: | ---: |\n"
+    table += "| bf16   | 4.37 | | 772,155 |\n"
+    file.write_text(f"step 60\n{table}| nvfp4  | 4.37 | +0.1% | 693,331 |\n")
+    assert bars.speeds(file) == "; tokens/s: bf16 772,155; nvfp4 693,331 (1.114 x its time)"
+    file.write_text(table)
+    assert bars.speeds(file) == ""
+
+
+def test_a_record_is_printed_with_its_bars():
+    path = next(results.FOLDER.glob("nvidia-h200-20261127T164354-70dfffc.jsonl"))
+    head, first, *_ = bars.lines_of(path)
+    assert head.endswith("-70dfffc.jsonl: NVIDIA H200")
+    assert first.split() == ["host/linear-nvfp4", "512x768x768", "2.787", "x", "bf16", "least", "4/2.5"]
