@@ -1,4 +1,4 @@
-"""The figures of steps, of the host and of `halfbyte compare` (docs/internals/host.md) on all GPUs of a machine at once.
+"""The figures of steps, the host and `halfbyte compare` (docs/internals/host.md) on all GPUs of a machine at once.
 
     python -m bench.bars --out bench/results --seconds 540
 
