@@ -94,6 +94,14 @@ def fsdp_gather_nvfp4_(model: nn.Module, *, dtype: torch.dtype | None = None) ->
             texts = sorted({f"{name}: {reason}" for name, reason in kept.items()})
             rest = f" and {len(texts) - 1} more (see the report)" if len(texts) > 1 else ""
             warnings.warn(f"{CALL}: gathered in their {what}: {texts[0]}{rest}")
+    larger = [row for row in report.rows if row.backward_sent > row.values]
+    if larger:
+        row = max(larger, key=lambda row: row.backward_sent / row.values)
+        warnings.warn(
+            f"{CALL}: {row.name} takes {row.backward_sent / row.values:.1f} times the bytes of its values before the "
+            f"backward, as {row.backward}: its ranks hold fewer rows than a block of w.T has, and messages have room "
+            "for a block each; share it among fewer ranks (HSDP), or use a recipe in 16x16 tiles"
+        )
     return gather
 
 

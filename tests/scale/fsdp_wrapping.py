@@ -78,6 +78,17 @@ def blocks_of_one_call(rank: int, world: int) -> list[bool]:
         return [same(plain, model(x))]
 
 
+def shorter_than_a_block(rank: int, world: int, rows: int) -> tuple[str, tuple[int, int]]:
+    """What is said of a weight whose ranks hold few rows, of which a backward reads blocks of 32, and its bytes."""
+    model = nn.Sequential(nn.Linear(64, rows, bias=False))
+    hb.quantize_(model, "nvfp4_mxfp8_bwd", keep=NOTHING_KEPT, state=hb.RunState(0))
+    fully_shard(model, mesh=ranks.mesh(world), mp_policy=BF16)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        (row,) = hb.distributed.fsdp_gather_nvfp4_(model).report.rows
+    return " ".join(str(one.message) for one in caught), (row.backward_sent, row.values)
+
+
 def without_its_group(rank: int, world: int) -> tuple[str, str]:
     """What is said of layers that a module further up gathers, beside others and alone."""
     mesh, said = ranks.mesh(world), []

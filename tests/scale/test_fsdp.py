@@ -167,6 +167,18 @@ def test_models_that_are_converted_after_they_were_wrapped_and_blocks_of_one_cal
         assert found == {"converted later": [], "half of it later": [], "blocks of one call": []}
 
 
+def test_blocks_that_are_longer_than_ranks_have_rows_are_said_to_take_more_than_values():
+    """Each of two ranks has room for a block of 33 bytes in each of 64 columns, where it has 8 rows or 64."""
+    for said, sizes in ranks.run(2, fsdp_wrapping.shorter_than_a_block, 16):
+        assert sizes == (2 * 64 * 33, 16 * 64 * 2)
+        assert (
+            "0.weight takes 2.1 times the bytes of its values before the backward, as mxfp8/e4m3: its ranks hold"
+            in said
+        )
+    for said, sizes in ranks.run(2, fsdp_wrapping.shorter_than_a_block, 128):
+        assert sizes == (2 * 64 * 2 * 33, 128 * 64 * 2) and said == ""
+
+
 def test_what_a_module_further_up_gathers_stays_in_its_values_and_is_named():
     for beside, alone in ranks.run(2, fsdp_wrapping.without_its_group):
         assert beside.startswith(
