@@ -80,27 +80,27 @@ class Queue:
         self.ended: list[tuple[Entry, int]] = []
         self._lock = threading.Lock()
 
-    def run(self, gpus: Sequence[str], cores: int) -> None:
-        """Run what is waiting; `cores` of the machine are shared out among the GPUs."""
-        share = max(1, cores // len(gpus))
-        places = [(gpu, range(i * share, (i + 1) * share)) for i, gpu in enumerate(gpus)]
+    def run(self, gpus: Sequence[str], cores: Sequence[int]) -> None:
+        """Run what is waiting; the cores are shared out among the GPUs."""
+        share = max(1, len(cores) // len(gpus))
+        places = [(gpu, cores[i * share : (i + 1) * share] or cores) for i, gpu in enumerate(gpus)]
         workers = [threading.Thread(target=self._work, args=place) for place in places]
         for worker in workers:
             worker.start()
         for worker in workers:
             worker.join()
 
-    def _work(self, gpu: str, cores: range) -> None:
+    def _work(self, gpu: str, cores: Sequence[int]) -> None:
+        os.sched_setaffinity(0, cores)  # of this thread, and so of all that it starts
         while True:
             with self._lock:
                 if not self.waiting or time.monotonic() >= self.until:
                     return
                 entry = self.waiting.pop(0)
-            self._one(entry, gpu, cores)
+            self._one(entry, gpu)
 
-    def _one(self, entry: Entry, gpu: str, cores: range) -> None:
+    def _one(self, entry: Entry, gpu: str) -> None:
         begin, output = time.monotonic(), self.folder / f"{re.sub(r'[^a-z0-9]+', '-', entry.name)}.txt"
-        there = os.sched_getaffinity(0)
         with output.open("w") as file:
             process = subprocess.Popen(
                 entry.command,
@@ -109,7 +109,6 @@ class Queue:
                 env={**os.environ, "CUDA_VISIBLE_DEVICES": gpu},
                 start_new_session=True,
             )
-            os.sched_setaffinity(process.pid, there.intersection(cores) or there)
             try:
                 status = process.wait(max(0.0, self.until - time.monotonic()))
             except subprocess.TimeoutExpired:
@@ -163,7 +162,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     folder = Path(tempfile.mkdtemp(prefix="bars-"))
     commit = ("--commit", options.commit) if options.commit else ()
     queue = Queue(entries(folder, commit), folder, time.monotonic() + options.seconds)
-    queue.run(gpus, len(os.sched_getaffinity(0)))
+    queue.run(gpus, sorted(os.sched_getaffinity(0)))
     options.out.mkdir(parents=True, exist_ok=True)
     for path in sorted(folder.glob("*.jsonl")):
         (options.out / path.name).write_bytes(path.read_bytes())

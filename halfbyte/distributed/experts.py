@@ -312,7 +312,7 @@ def shard_experts_(
         raise ValueError(f"reduce={reduce!r}: give 'sum' or 'mean'")
     for name, layer in layers.items():
         _check_layer(name, layer, experts)
-    refuse_tied(module, layers)
+    refuse_tied(module, layers.values())
     reading = [layers[name] for name in readers]
     if dispatch == "nvfp4":
         _check_recipes(dict(zip(readers, reading, strict=True)), features)

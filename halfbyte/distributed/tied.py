@@ -6,25 +6,25 @@ too, such as an embedding tied to a head, is not seen: torch's ColwiseParallel a
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable
 
 from torch import nn
 
 UNTIE = "give each its own, nn.Parameter(weight.detach().clone()), or leave both whole"
 
 
-def refuse_tied(module: nn.Module, layers: Mapping[str, nn.Module]) -> None:
+def refuse_tied(module: nn.Module, layers: Iterable[nn.Module]) -> None:
     """Raise ValueError if a parameter that is trained is another one's too; frozen ones learn nothing apart.
 
     Args:
         module: that holds the layers, of which all names are looked at.
-        layers: whose parameters are about to be replaced, by what messages call them.
+        layers: whose parameters are about to be replaced.
     """
     names: dict[int, list[str]] = {}
     for prefix, holder in module.named_modules():
         for key, param in holder._parameters.items():
             names.setdefault(id(param), []).append(f"{prefix}.{key}".lstrip("."))
-    for layer in layers.values():
+    for layer in layers:
         for key, param in layer._parameters.items():
             one, *others = names.get(id(param), [key])
             if param is not None and param.requires_grad and others:

@@ -144,7 +144,7 @@ def _check_layers(module: nn.Module, layers: dict[str, Any], mesh: DeviceMesh) -
     """Raise TypeError or ValueError if something about layers of a module does not go with DTensors."""
     for name, layer in layers.items():
         _check_layer(layer, name, mesh)
-    refuse_tied(module, {name or layer.title: layer for name, layer in layers.items()})
+    refuse_tied(module, layers.values())
 
 
 def _check_layer(layer: Any, name: str, mesh: DeviceMesh) -> None:

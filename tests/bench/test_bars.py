@@ -1,5 +1,6 @@
 """All figures of a machine in one command: what runs where, what is ended by the clock, and what is printed."""
 
+import os
 import sys
 import time
 
@@ -25,12 +26,17 @@ def entry(name, text):
 def test_each_gpu_has_one_entry_at_a_time(tmp_path, capsys):
     (tmp_path / "seen").mkdir()
     own = f"p = '{tmp_path}/seen/' + os.environ['CUDA_VISIBLE_DEVICES']"
-    text = f"import os, time; {own}; os.mkdir(p); time.sleep(0.2); os.rmdir(p)"
+    text = f"import os, time; {own}; os.mkdir(p); time.sleep(0.2); os.rmdir(p); print(*os.sched_getaffinity(0))"
     queue = bars.Queue([entry(f"e {i}", text) for i in range(6)], tmp_path, time.monotonic() + 60)
-    queue.run(["3", "5"], 2)
+    cores = sorted(os.sched_getaffinity(0))[:2]
+    queue.run(["3", "5"], cores)
     assert [status for _, status in queue.ended] == [0] * 6 and not queue.waiting
     said = capsys.readouterr().out.splitlines()
     assert len(said) == 6 and {line.rpartition(" ")[2] for line in said} == {"3", "5"}
+    seen = {file.read_text().strip() for file in tmp_path.glob("*.txt")}
+    assert seen <= set(map(str, cores)) and set(os.sched_getaffinity(0)) >= set(cores), (
+        "one core each, all of them here"
+    )
 
 
 def test_the_clock_ends_what_runs_with_all_that_it_started(tmp_path, capsys):
@@ -38,7 +44,7 @@ def test_the_clock_ends_what_runs_with_all_that_it_started(tmp_path, capsys):
     text = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {child!r}])"
     wrong = entry("wrong", "raise SystemExit(3)")
     queue = bars.Queue([wrong, entry("long", text), entry("never", "")], tmp_path, time.monotonic() + 0.8)
-    queue.run(["0"], 1)
+    queue.run(["0"], sorted(os.sched_getaffinity(0)))
     assert [e.name for e in queue.waiting] == ["never"] and [status for _, status in queue.ended] == [3, -9]
     said = capsys.readouterr().out
     assert "wrong: 0 s on GPU 0, FAILED: " in said and "long: 1 s on GPU 0, ended by the limit of time" in said
