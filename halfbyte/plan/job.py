@@ -12,7 +12,7 @@ from halfbyte.plan.architecture import Architecture, Kind, Matrix
 from halfbyte.plan.hardware import Hardware
 from halfbyte.plan.kept import Masters, Recompute
 from halfbyte.plan.mesh import Mesh
-from halfbyte.plan.shards import filled, splitting_ranks, table_gathered, values_gathered
+from halfbyte.plan.shards import blocks_gathered, filled, splitting_ranks, table_gathered
 from halfbyte.recipes import bf16
 from halfbyte.spec import Recipe
 
@@ -170,16 +170,11 @@ class Job:
         """Elements whose masters one GPU holds, the one that holds most."""
         if self.sharding == "zero1":  # of all weights laid end to end
             return self.numel / self.mesh.dp_shard
-        config, ranks = self.architecture.config, self.mesh.dp_shard
+        config, mesh = self.architecture.config, self.mesh
         tables = 1 if config.tie_embeddings else 2
-        edges = filled((config.dim,), ranks) / self.mesh.tp + tables * table_gathered(self.mesh, config)
-        found = edges / ranks
-        for kind in self.architecture.kinds:
-            small = sum(filled(shape, ranks) for shape in self.architecture.small_shapes(kind)) / ranks
-            matrices = self.architecture.matrices(kind)
-            weights = [values_gathered(self.mesh, m) / splitting_ranks(self.mesh, m.experts > 1) for m in matrices]
-            found += kind.count * (small + sum(weights))
-        return found
+        edges = filled((config.dim,), mesh.dp_shard) / mesh.tp + tables * table_gathered(mesh, config)
+        others, experts = blocks_gathered(mesh, self.architecture)
+        return (edges + others) / splitting_ranks(mesh, False) + experts / splitting_ranks(mesh, True)
 
     def check(self, gpus: int) -> None:
         """Raise unless the model can lie on the mesh, and the mesh is of so many GPUs."""

@@ -14,7 +14,7 @@ from halfbyte.distributed.fsdp_experts import ExpertShards
 from halfbyte.distributed.fsdp_reading import Reading
 from halfbyte.distributed.fsdp_shards import RowShards
 from halfbyte.layout import ceil_div
-from halfbyte.plan.architecture import Matrix
+from halfbyte.plan.architecture import Architecture, Kind, Matrix
 from halfbyte.plan.mesh import Mesh
 from halfbyte.train.model import ModelConfig
 
@@ -50,6 +50,22 @@ def values_gathered(mesh: Mesh, matrix: Matrix) -> int:
 def table_gathered(mesh: Mesh, config: ModelConfig) -> int:
     """Return the elements that a gather of an embedding or a head brings, of the words that `tp` leaves."""
     return filled((ceil_div(config.vocab_size, mesh.tp), config.dim), mesh.dp_shard)
+
+
+def small_gathered(mesh: Mesh, architecture: Architecture, kind: Kind) -> int:
+    """Return the elements that a gather of a block's norms and routers brings."""
+    return sum(filled(shape, mesh.dp_shard) for shape in architecture.small_shapes(kind))
+
+
+def blocks_gathered(mesh: Mesh, architecture: Architecture) -> tuple[int, int]:
+    """Return the elements that gathers of all blocks in their values bring, and those of experts."""
+    others = experts = 0
+    for kind in architecture.kinds:
+        each = {m: values_gathered(mesh, m) for m in architecture.matrices(kind)}
+        experts += kind.count * sum(numel for m, numel in each.items() if m.experts > 1)
+        own = sum(numel for m, numel in each.items() if m.experts == 1)
+        others += kind.count * (own + small_gathered(mesh, architecture, kind))
+    return others, experts
 
 
 @cache

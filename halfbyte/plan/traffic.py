@@ -19,7 +19,15 @@ from halfbyte.plan.calibration import NETWORK_SHARE, NVLINK_SHARE
 from halfbyte.plan.hardware import Hardware
 from halfbyte.plan.held import BF16, FP32
 from halfbyte.plan.job import Job
-from halfbyte.plan.shards import codes_gathered, filled, splitting_ranks, table_gathered, values_gathered
+from halfbyte.plan.shards import (
+    blocks_gathered,
+    codes_gathered,
+    filled,
+    small_gathered,
+    splitting_ranks,
+    table_gathered,
+    values_gathered,
+)
 from halfbyte.plan.shared_edges import shared_edges
 from halfbyte.spec import Recipe
 
@@ -141,13 +149,9 @@ def bytes_of_block(job: Job, experts: bool, phase: Phase) -> float:
     for span in job.spans:
         chosen = [m for m in job.architecture.matrices(span.kind) if (m.experts > 1) == experts]
         sizes = [matrix_bytes(job, matrix, span.recipe, phase) for matrix in chosen]
-        small = 0 if experts else job.value_bytes * _small_values(job, span.kind)
+        small = 0 if experts else job.value_bytes * small_gathered(job.mesh, job.architecture, span.kind)
         total += span.count * (sum(sizes) + small)
     return total
-
-
-def _small_values(job: Job, kind: Kind) -> int:
-    return sum(filled(shape, job.mesh.dp_shard) for shape in job.architecture.small_shapes(kind))
 
 
 def matrix_bytes(job: Job, matrix: Matrix, recipe: Recipe, phase: Phase = "forward") -> float:
@@ -203,12 +207,8 @@ def _gradients(job: Job) -> Iterator[Collective]:
     if job.sharding == "zero1":
         yield _reduction("gradients", "reduce-scatter", _shards(job, False), BF16 * job.numel)
         return
-    others = _edge_values(job, is_head_coded=False)
-    experts = 0.0
-    for kind in job.architecture.kinds:
-        each = {m: values_gathered(mesh, m) for m in job.architecture.matrices(kind)}
-        experts += kind.count * sum(numel for m, numel in each.items() if m.experts > 1)
-        others += kind.count * (sum(n for m, n in each.items() if m.experts == 1) + _small_values(job, kind))
+    others, experts = blocks_gathered(mesh, job.architecture)
+    others += _edge_values(job, is_head_coded=False)
     for what, numel, is_expert in (("gradients", others, False), ("gradients of experts", experts, True)):
         yield _reduction(what, "reduce-scatter", _shards(job, is_expert), job.value_bytes * numel * job.accumulate)
     yield _reduction("gradients of shards", "all-reduce", across, job.value_bytes * job.shard)
