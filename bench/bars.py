@@ -46,15 +46,16 @@ class Entry(NamedTuple):
     command: tuple[str, ...]
 
 
-def entries(folder: Path, commit: Sequence[str]) -> list[Entry]:
+def entries(records: Path, folder: Path, commit: Sequence[str]) -> list[Entry]:
     """Return all of them, in the order in which they begin.
 
     Args:
-        folder: of records and of runs.
+        records: folder of the records, which are there line by line as figures come.
+        folder: of runs.
         commit: `--commit NAME`, or nothing.
     """
     python = (sys.executable, "-m")
-    bench = (*python, "bench", "--no-plain", "--no-peers", "--out", str(folder), *commit)
+    bench = (*python, "bench", "--no-plain", "--no-peers", "--out", str(records), *commit)
     benched = [Entry(" ".join(only), (*bench, "--only", *only)) for only in BENCHED]
     compared = []
     for model, steps in STEPS.items():
@@ -161,13 +162,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 1
     folder = Path(tempfile.mkdtemp(prefix="bars-"))
     commit = ("--commit", options.commit) if options.commit else ()
-    queue = Queue(entries(folder, commit), folder, time.monotonic() + options.seconds)
+    records = options.out.resolve()
+    before = set(records.glob("*.jsonl"))
+    queue = Queue(entries(records, folder, commit), folder, time.monotonic() + options.seconds)
     queue.run(gpus, sorted(os.sched_getaffinity(0)))
-    options.out.mkdir(parents=True, exist_ok=True)
-    for path in sorted(folder.glob("*.jsonl")):
-        (options.out / path.name).write_bytes(path.read_bytes())
-    for path in sorted(folder.glob("*.jsonl")):
-        print("\n".join(lines_of(path)))
+    for path in sorted(set(records.glob("*.jsonl")) - before):
+        if path.stat().st_size:  # else it was ended before it had said what it is
+            print("\n".join(lines_of(path)))
     for entry in queue.waiting:
         print(f"not begun: {entry.name}")
     shutil.rmtree(folder / "runs", ignore_errors=True)  # checkpoints

@@ -197,8 +197,8 @@ def main(arguments: list[str]) -> int:
         if device.type == "cuda":
             torch.cuda.empty_cache()
     facts = machine.facts(device) | ({"commit": options.commit} if options.commit else {})
-    path = results.path_for(facts, options.out)
-    results.write(path.with_stem(f"lora-{path.stem}"), facts, lines)
+    path = results.path_for(facts, options.out, "lora")
+    results.write(path, facts, lines)
     return 0
 
 

@@ -386,8 +386,8 @@ def main(arguments: list[str]) -> int:
         lines += made
     if leads:
         facts = machine.facts(device) | ({"commit": options.commit} if options.commit else {})
-        path = results.path_for(facts, options.out)
-        results.write(path.with_stem(f"parallel-{path.stem}"), facts | {"world": world}, lines)
+        path = results.path_for(facts, options.out, "parallel")
+        results.write(path, facts | {"world": world}, lines)
         print(table(lines), flush=True)
     dist.barrier()
     dist.destroy_process_group()

@@ -6,6 +6,7 @@ import json
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass
+from datetime import datetime, timedelta
 from pathlib import Path
 from typing import Any
 
@@ -54,21 +55,31 @@ class Result:
         return values | {"checked": list(out.checked), **others, **out.facts}
 
 
-def path_for(facts: dict[str, Any], folder: Path = FOLDER) -> Path:
-    """Return a new file's name from device, time and commit."""
-    device = re.sub(r"[^a-z0-9]+", "-", str(facts["device"]).lower()).strip("-")
-    when = str(facts["time"])[:19].replace(":", "").replace("-", "")
-    return folder / f"{device}-{when}-{facts['commit'].rstrip('+')}.jsonl"
+def path_for(facts: dict[str, Any], folder: Path = FOLDER, kind: str = "") -> Path:
+    """Return a new, empty file, named after its kind, device, time and commit.
+
+    The name is this process's own: of several that began in one second, each but the first takes the next free second.
+    """
+    device = re.sub(r"[^a-z0-9]+", "-", f"{kind} {facts['device']}".lower()).strip("-")
+    when = datetime.fromisoformat(str(facts["time"])[:19])
+    folder.mkdir(parents=True, exist_ok=True)
+    while True:
+        path = folder / f"{device}-{when:%Y%m%dT%H%M%S}-{facts['commit'].rstrip('+')}.jsonl"
+        try:
+            path.touch(exist_ok=False)
+        except FileExistsError:
+            when += timedelta(seconds=1)
+        else:
+            return path
 
 
 def write(path: Path, facts: dict[str, Any], results: Iterable[dict[str, Any]]) -> None:
     """Write the run's line and then each result as it comes, so that a run that stops keeps what it has."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("w", encoding="utf-8") as file:
+    with path.open("w", encoding="utf-8", buffering=1) as file:
         file.write(json.dumps({"run": facts}) + "\n")
         for line in results:
             file.write(json.dumps(line) + "\n")
-            file.flush()
 
 
 def read(path: Path) -> tuple[dict[str, Any], list[dict[str, Any]]]:

@@ -134,8 +134,8 @@ def main(arguments: list[str]) -> int:
         if device.type == "cuda":
             torch.cuda.empty_cache()
     facts = machine.facts(device) | ({"commit": options.commit} if options.commit else {})
-    path = results.path_for(facts, options.out)
-    results.write(path.with_stem(f"stats-{path.stem}"), facts, lines)
+    path = results.path_for(facts, options.out, "stats")
+    results.write(path, facts, lines)
     return 0 if all(line["losses_equal"] for line in lines) else 1
 
 

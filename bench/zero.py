@@ -337,8 +337,8 @@ def main(arguments: list[str]) -> int:
         record(partial(bitwise, options.bitwise, options.steps, tuple(options.bitwise_tokens), device, left))
     if leads:
         facts = machine.facts(device) | ({"commit": options.commit} if options.commit else {})
-        path = results.path_for(facts, options.out)
-        results.write(path.with_stem(f"zero-{path.stem}"), facts | {"world": dist.get_world_size()}, lines)
+        path = results.path_for(facts, options.out, "zero")
+        results.write(path, facts | {"world": dist.get_world_size()}, lines)
     dist.barrier()
     dist.destroy_process_group()
     return 0 if all(line.get("equal", True) for line in lines) else 1

@@ -1,5 +1,6 @@
 """All figures of a machine in one command: what runs where, what is ended by the clock, and what is printed."""
 
+import json
 import os
 import sys
 import time
@@ -14,9 +15,11 @@ def test_every_case_of_a_step_and_of_the_host_is_run_once(tmp_path):
     chosen = [case.name for glob in globs for case in registry.select(registry.all_cases(), [glob])]
     wanted = {name for name in CASES if name.partition("/")[0] in ("host", "eval", "steps", "train")}
     assert sorted(chosen) == sorted(wanted - {"train/moe-300m"}), "which has no bar, and takes a minute"
-    found = bars.entries(tmp_path, ("--commit", "abc"))
+    found = bars.entries(tmp_path / "records", tmp_path, ("--commit", "abc"))
     assert len({entry.name for entry in found}) == len(found) == len(bars.BENCHED) + len(bars.STEPS)
-    assert all(entry.command[-1] in globs and "abc" in entry.command for entry in found if "bench" in entry.command)
+    benched = [entry.command for entry in found if "bench" in entry.command]
+    assert all(command[-1] in globs and "abc" in command for command in benched)
+    assert all(command[command.index("--out") + 1] == str(tmp_path / "records") for command in benched)
 
 
 def entry(name, text):
@@ -67,3 +70,23 @@ def test_a_record_is_printed_with_its_bars():
     head, first, *_ = bars.lines_of(path)
     assert head.endswith("-70dfffc.jsonl: NVIDIA H200")
     assert first.split() == ["host/linear-nvfp4", "512x768x768", "2.787", "x", "bf16", "least", "4/2.5"]
+
+
+def test_records_are_in_their_folder_whatever_the_clock_ends(tmp_path, capsys, monkeypatch):
+    kept = tmp_path / "records"
+    kept.mkdir()
+    (kept / "of-before.jsonl").write_text("{}")
+    line = {"case": "a/b", "shape": [8], "value": 1.25, "metric": "x bf16", "verdict": "least", "least": 1.3, "aim": 1.2}
+    head = {"run": {"device": "GPU"}}
+
+    def made(records, folder, commit):
+        full = f"open('{records}/one.jsonl', 'w').write({chr(10).join(map(json.dumps, (head, line)))!r})"
+        cut = f"import time; open('{records}/two.jsonl', 'w').close(); time.sleep(9)"
+        return [entry("full", full), entry("cut", cut)]
+
+    monkeypatch.setattr(bars, "entries", made)
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 1)
+    assert bars.main(["--out", str(kept), "--seconds", "1.5"]) == 1
+    said = capsys.readouterr().out
+    assert "cut: 1 s on GPU 0, ended by the limit of time" in said
+    assert said.splitlines()[-2:] == ["one.jsonl: GPU", f"{'a/b':26}{'8':16}1.250 x bf16  least 1.3/1.2"]

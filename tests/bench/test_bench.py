@@ -191,3 +191,27 @@ def test_plot_draws_every_panel(tmp_path):
     file.write_text(json.dumps({"case": "no header"}))
     with pytest.raises(ValueError, match="not a result"):
         results.read(file)
+
+
+def test_processes_that_begin_in_one_second_write_a_file_each(tmp_path):
+    facts = {"device": "NVIDIA H200", "commit": "abc+", "time": "2026-12-31T23:59:59+00:00"}
+    paths = [results.path_for(facts, tmp_path / "new", kind) for kind in ("", "", "zero", "")]
+    names = [path.name for path in paths]
+    assert names == [
+        "nvidia-h200-20261231T235959-abc.jsonl",
+        "nvidia-h200-20270101T000000-abc.jsonl",
+        "zero-nvidia-h200-20261231T235959-abc.jsonl",
+        "nvidia-h200-20270101T000001-abc.jsonl",
+    ]
+    assert all(path.exists() for path in paths)
+
+
+def test_a_run_that_is_ended_before_its_first_figure_has_said_what_it_is(tmp_path):
+    file = tmp_path / "one.jsonl"
+
+    def lines():
+        assert results.read(file) == ({"device": "GPU"}, [])
+        yield {"case": "a"}
+        assert results.read(file) == ({"device": "GPU"}, [{"case": "a"}])
+
+    results.write(file, {"device": "GPU"}, lines())
