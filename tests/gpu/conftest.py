@@ -12,7 +12,13 @@ NEEDS_GPU = "needs a CUDA GPU, and torch sees none"
 RAN = pytest.StashKey[bool]()
 SLOW_FIRST = ("auto", "grouped", "graphs", "fused", "transient", "quantize")
 """Files in the order of what their kernels take to compile; the others follow."""
-LONG = ("test_golden[edge_nvfp4-", "test_figures_are_those_of_the_cpu[", "test_row_col[")
+LONG = (
+    "test_golden[edge_nvfp4-",
+    "test_figures_are_those_of_the_cpu[",
+    "test_row_col[",
+    "test_recomputing_everything_changes_no_loss",
+    "test_a_schedule_is_compiled_and_captured_again",
+)
 """Tests that take minutes where nothing is compiled: begun last, they would be waited for."""
 LONGEST = 200  # characters of the name of a file that claims a test; file systems take 255
 SAME_KERNELS = ("shape", "groups")
