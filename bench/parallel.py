@@ -40,7 +40,7 @@ from torch.distributed.tensor.parallel import (
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import halfbyte as hb
-from bench import machine, results
+from bench import host_profile, machine, results
 from bench.gather import merged, shape_of, step_times
 from bench.zero import release, start, synchronize
 from halfbyte.train import model as models
@@ -248,11 +248,18 @@ def _share_experts(model: nn.Module, how: Way, tokens: int, mesh: DeviceMesh, st
 
 
 def measure(
-    config: models.ModelConfig, ways: Sequence[Way], tokens: int, device: torch.device, rounds: int
+    config: models.ModelConfig,
+    ways: Sequence[Way],
+    tokens: int,
+    device: torch.device,
+    rounds: int,
+    *,
+    is_profiled: bool = False,
 ) -> list[dict[str, Any]]:
     """Return times, memory and bytes of a step of each way: of the slowest rank, and of the first one.
 
-    All are built, then timed in turn, TIMED steps in each round: what a machine does meanwhile meets all alike.
+    All are built, then timed in turn, TIMED steps in each round: what a machine does meanwhile meets all alike. Then,
+    if they are profiled, rank 0 prints what its host does in a step of each.
     """
     built = [_built(config, how, tokens, device) for how in ways]
     times: list[list[dict[str, Any]]] = [[] for _ in built]
@@ -260,6 +267,10 @@ def measure(
         for (work, _), found in zip(built, times, strict=True):
             found.append({"steps_ms": _slowest(step_times(work, device, TIMED), device)})
     lines = [merged(found) | about for (_, about), found in zip(built, times, strict=True)]
+    for how, (work, _) in zip(ways if is_profiled else (), built, strict=False):
+        seen = host_profile.text(*host_profile.shares(work.step, device))
+        if dist.get_rank() == 0:
+            print(f"{how.case}, {how.way}{', capacity' if how.has_capacity else ''}, {how.recipe}\n{seen}", flush=True)
     del built
     release()
     return lines
@@ -360,6 +371,7 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--tokens", type=int, default=8192 if on_gpu else 64)
     parser.add_argument("--rounds", type=int, default=3, help="how often the ways of a case are timed, in turn")
     parser.add_argument("--only", choices=("dense", "mixture"))
+    parser.add_argument("--profile", action="store_true", help="print what the host does in a step of each way too")
     parser.add_argument("--out", type=Path, default=results.FOLDER)
     parser.add_argument("--commit", help="what to record where the sources lie outside a git checkout")
     options = parser.parse_args(arguments)
@@ -376,7 +388,7 @@ def main(arguments: list[str]) -> int:
             continue
         begun = time.perf_counter()
         about = {"world": world, "model": name, "layers": config.layers, "tokens": options.tokens}
-        measured = measure(config, ways, options.tokens, device, options.rounds)
+        measured = measure(config, ways, options.tokens, device, options.rounds, is_profiled=options.profile)
         made = [about | how._asdict() | found for how, found in zip(ways, measured, strict=True)]
         took = round(time.perf_counter() - begun, 1)
         for line in made:
