@@ -109,3 +109,14 @@ def test_ends_that_one_rank_has_wrong_raise_on_every_rank(wrong, ends, what, cap
         f"offsets of rank {wrong} of those that share the experts are no cumulative ends of groups of its tokens; it "
         "says what is wrong with them"
     )
+
+
+@pytest.mark.parametrize("capacity", [None, 4])
+def test_all_ranks_are_named_whose_ends_are_wrong(capacity):
+    offsets = [torch.tensor([5, 3, 8]), torch.tensor([2, 7, 12]), torch.tensor([5, 6, 13])]
+    _, said = run_ranks(3, offsets, 12, capacity)
+    assert [text.partition(";")[0] for text in said] == [
+        "offsets: group 1 ends at 3, before it begins, at 5",
+        "offsets of rank 0, 2 of those that share the experts are no cumulative ends of groups of its tokens",
+        "offsets: they end at 13 of 12 tokens",
+    ]
