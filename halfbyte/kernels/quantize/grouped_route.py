@@ -117,7 +117,7 @@ def choose_grouped(call: GroupedCall) -> Choice:
 ROW_TILE = PairTile(16, 256, 4)
 DECODED_COLS = 64  # of a tile that is stored as values: more of them keep too few programs on a multiprocessor
 INTERPRETED_COLS = 256  # the interpreter pays by the operation: large tiles
-LOOPS = ((8192, 4), (4096, 2))  # as those of `both_route`; 8 tiles of 6 programs are more than the L1 cache holds
+LOOPS = ((32768, 4), (4096, 2))  # as `both_route`'s; fewer programs end unevenly, 8 tiles of 6 overflow the L1 cache
 DRAWN_REGISTERS = 80  # 24 warps on a multiprocessor; nothing spills where a program has several tiles
 
 Rules = list[sc.Rule | None]
