@@ -49,6 +49,9 @@ class LinearLayer(FollowsRecipe):
     before_use: Callable[[], None] | None = None
     """Called before the parameters are read, by modules above if compiled: a gather of them may still run."""
 
+    together: _Together | None = None
+    """The run of `forward_shared` that calls the layer."""
+
     entry: Entry | None = None
     """How x comes in and the output goes out where ranks share the layer, as a style of `hb.distributed` has it."""
 
@@ -120,6 +123,8 @@ class Linear(LinearLayer, nn.Linear):
         """
         if self.shared_input is not None:
             return self.shared_input.output(self, input, call)
+        if self.together is not None:
+            return self.together.output(self, input, call)
         return run_alone(input, self, call)
 
     def extra_repr(self) -> str:
@@ -131,7 +136,8 @@ def forward_shared(x: Tensor, modules: Sequence[nn.Module], call: int = 0) -> tu
 
     Args:
         x: [..., in_features].
-        modules: hb.nn.Linear layers of one recipe without hooks share; any others are called one by one.
+        modules: hb.nn.Linear layers of one recipe without hooks share, and those of which ranks hold parts under
+            torch's own styles, whose hooks lay x and outputs out; any others are called one by one.
         call: as for `Linear.forward`.
 
     Returns:
@@ -145,9 +151,73 @@ def forward_shared(x: Tensor, modules: Sequence[nn.Module], call: int = 0) -> tu
         raise ValueError(f"modules={modules!r}: give at least one layer")
     check_run_number(call)
     layers = [m for m in modules if isinstance(m, Linear)]
-    if not shareable(modules):
+    if shareable(modules):
+        return run_shared(x, layers, call, _handed_over(x, layers[0], call))
+    together = _Together(layers) if _are_parts_alike(modules) else None
+    for layer in layers:
+        layer.together = together
+    try:
         return tuple(m(x, call=call) if call and isinstance(m, LinearLayer) else m(x) for m in modules)
-    return run_shared(x, layers, call, _handed_over(x, layers[0], call))
+    finally:
+        for layer in layers:
+            layer.together = None
+
+
+class _Together:
+    """One run of layers of which ranks hold parts: the first that is called computes the outputs of all.
+
+    Each is called itself, with its hooks, and is handed its output if it is given the very x that the first was given
+    and nothing was written to meanwhile; else it runs alone.
+    """
+
+    def __init__(self, layers: Sequence[Linear]) -> None:
+        self._layers = layers
+        self._x, self._state = None, ()
+        self._made: dict[int, Tensor] = {}
+
+    def output(self, layer: Linear, x: Any, call: int) -> Tensor:
+        if layer is self._layers[0] and _read_alike(x, self._layers):
+            y, *others = run_shared(x, self._layers, call, None)
+            self._made = dict(zip(map(id, self._layers[1:]), others, strict=True))
+            self._x, self._state = x, _state_of(x, self._layers, call)
+            return y
+        y = self._made.pop(id(layer), None)
+        is_same = y is not None and x is self._x and _state_of(x, self._layers, call) == self._state
+        return y if is_same else run_alone(x, layer, call)
+
+
+def _are_parts_alike(modules: Sequence[nn.Module]) -> bool:
+    """Whether modules are layers of one recipe of whose weights ranks hold the same part."""
+    first: Any = modules[0]
+    if torch.compiler.is_compiling() or len(set(map(id, modules))) < len(modules):
+        return False
+    for module in modules:
+        weight: Any = module._parameters.get("weight")
+        if type(module) is not Linear or module.entry is not None or module.shared_input is not None:
+            return False
+        if not is_sharded(weight) or weight.placements != first._parameters["weight"].placements:
+            return False
+        if module is not first and module.recipe != first.recipe:
+            return False
+    return bool(first.recipe.specs)
+
+
+def _read_alike(x: Any, layers: Sequence[Linear]) -> bool:
+    """Whether x and the weights lie on one mesh, and changes of them can be told."""
+    tensors: list[Any] = [x, *[layer.weight for layer in layers]]
+    if not are_sharded(*tensors) or any(t.device_mesh != x.device_mesh for t in tensors):
+        return False
+    return not any(t.is_inference() or t._local_tensor.is_inference() for t in tensors)
+
+
+def _state_of(x: Any, layers: Sequence[Linear], call: int) -> tuple:
+    """Return what differs where the outputs of layers, which may share an amax, would be others."""
+    found = [call, torch.is_grad_enabled(), x._local_tensor._version]
+    for layer in layers:
+        weight: Any = layer.weight
+        here = weight._local_tensor
+        found += (id(weight), weight._version, here._version, here.data_ptr(), id(layer.bias), id(layer.recipe))
+    return tuple(found)
 
 
 def run_alone(x: Tensor, layer: LinearLayer, call: int) -> Tensor:

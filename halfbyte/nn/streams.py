@@ -66,6 +66,7 @@ _OWN = (
         "run_state",
         "shared_input",
         "times_aside",
+        "together",
         "values_to_read",
         "weight_cache",
         "weight_to_read",

@@ -110,8 +110,8 @@ def test_ends_that_one_rank_has_wrong_raise_on_every_rank(wrong, ends, what, cap
     _, said = run_ranks(2, offsets, 12, capacity)
     assert said[wrong] == f"offsets: {what}; give the cumulative ends of the groups"
     assert said[1 - wrong] == (
-        f"rank {wrong} of those that share the experts has no tokens with cumulative ends of their groups; it says what "
-        "is wrong with them"
+        f"rank {wrong} of those that share the experts has no tokens with cumulative ends of their groups; it says "
+        "what is wrong with them"
     )
 
 
