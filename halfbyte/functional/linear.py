@@ -261,7 +261,8 @@ def prepare(
             is_frozen[i], cached[i] = True, frozen_operands(w, recipe, dtype or x.dtype, cached[i])
     if dtype is not None:
         x, weights, biases = cast_inputs(dtype, x, weights, biases, [covers(c, recipe) for c in cached])
-    if not recipe.specs and out_dtype in (None, x.dtype) and not any(is_frozen) and all(g is None for g in grads):
+    is_plain = len(recipe.specs) == 0 and out_dtype in (None, x.dtype) and not any(is_frozen)
+    if is_plain and all(g is None for g in grads) and all(b is None or b.dtype == x.dtype for b in biases):
         check_call(x, weights, biases, recipe, grads, cached)
         places_of(rng, n, recipe)
         return None, (x, *weights, *biases)

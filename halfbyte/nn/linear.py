@@ -49,9 +49,6 @@ class LinearLayer(FollowsRecipe):
     before_use: Callable[[], None] | None = None
     """Called before the parameters are read, by modules above if compiled: a gather of them may still run."""
 
-    together: _Together | None = None
-    """The run of `forward_shared` that calls the layer."""
-
     entry: Entry | None = None
     """How x comes in and the output goes out where ranks share the layer, as a style of `hb.distributed` has it."""
 
@@ -123,8 +120,10 @@ class Linear(LinearLayer, nn.Linear):
         """
         if self.shared_input is not None:
             return self.shared_input.output(self, input, call)
-        if self.together is not None:
-            return self.together.output(self, input, call)
+        if type(input) not in PLAIN and not torch.compiler.is_compiling():
+            together = getattr(input, _TOGETHER, None)
+            if together is not None:
+                return together.output(self, input, call)
         return run_alone(input, self, call)
 
     def extra_repr(self) -> str:
@@ -153,37 +152,42 @@ def forward_shared(x: Tensor, modules: Sequence[nn.Module], call: int = 0) -> tu
     layers = [m for m in modules if isinstance(m, Linear)]
     if shareable(modules):
         return run_shared(x, layers, call, _handed_over(x, layers[0], call))
-    together = _Together(layers) if _are_parts_alike(modules) else None
-    for layer in layers:
-        layer.together = together
+    is_one_run = _are_parts_alike(modules) and _read_alike(x, layers)
+    if is_one_run:
+        setattr(x, _TOGETHER, _Together(layers))
     try:
         return tuple(m(x, call=call) if call and isinstance(m, LinearLayer) else m(x) for m in modules)
     finally:
-        for layer in layers:
-            layer.together = None
+        if is_one_run:
+            delattr(x, _TOGETHER)
+
+
+_TOGETHER = "_halfbyte_together"
 
 
 class _Together:
-    """One run of layers of which ranks hold parts: the first that is called computes the outputs of all.
+    """One run of layers of which ranks hold parts, attached to the x of all: the first computes the outputs of all.
 
-    Each is called itself, with its hooks, and is handed its output if it is given the very x that the first was given
-    and nothing was written to meanwhile; else it runs alone.
+    Each is called itself, with its hooks, and is handed its output if it is given that very x and nothing was written
+    to meanwhile; else it runs alone.
     """
 
     def __init__(self, layers: Sequence[Linear]) -> None:
-        self._layers = layers
-        self._x, self._state = None, ()
+        self._layers, self._state = layers, ()
         self._made: dict[int, Tensor] = {}
 
     def output(self, layer: Linear, x: Any, call: int) -> Tensor:
-        if layer is self._layers[0] and _read_alike(x, self._layers):
+        if layer is self._layers[0] and not self._state:
             y, *others = run_shared(x, self._layers, call, None)
             self._made = dict(zip(map(id, self._layers[1:]), others, strict=True))
-            self._x, self._state = x, _state_of(x, self._layers, call)
+            self._state = _state_of(x, self._layers, call)
             return y
         y = self._made.pop(id(layer), None)
-        is_same = y is not None and x is self._x and _state_of(x, self._layers, call) == self._state
+        is_same = y is not None and _state_of(x, self._layers, call) == self._state
         return y if is_same else run_alone(x, layer, call)
+
+    def __reduce__(self) -> tuple:
+        return type(None), ()  # copies of the tensor that it is attached to
 
 
 def _are_parts_alike(modules: Sequence[nn.Module]) -> bool:

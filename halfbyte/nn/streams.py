@@ -66,7 +66,6 @@ _OWN = (
         "run_state",
         "shared_input",
         "times_aside",
-        "together",
         "values_to_read",
         "weight_cache",
         "weight_to_read",

@@ -208,3 +208,17 @@ def test_outputs_may_be_changed_in_place(shape):
             relu(function(*leaves)).square().sum().backward()
             results.append([leaf.grad for leaf in leaves])
         assert all(torch.equal(a, b) for a, b in zip(*results, strict=True)), name
+
+
+@pytest.mark.parametrize("recipe", ["bf16", "nvfp4"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_a_bias_of_fp32_beside_weights_of_fewer_bits(recipe, dtype):
+    x, w, bias, dy = cases.tensors(dtype=dtype)
+    bias = bias.float() * 1.001
+    y, _, _, db = run(x, w, bias, dy, hb.recipes.get(recipe))
+    assert (y.dtype, db.dtype) == (dtype, torch.float32)
+    rounded = run(x, w, None, dy, hb.recipes.get(recipe), out_dtype=torch.float32)[0] + bias
+    assert torch.equal(y, rounded.to(dtype))
+    torch.testing.assert_close(db, dy.to(dtype).float().flatten(0, -2).sum(0), rtol=1e-5, atol=1e-5)
+    activated = linear_activation(x, Layers([w], [bias], [None], [None], [None], [RNG]), "relu2", recipe)[0]
+    torch.testing.assert_close(activated, y.relu().square(), rtol=2e-2, atol=1e-3)
