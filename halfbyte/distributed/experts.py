@@ -23,7 +23,7 @@ from halfbyte.distributed.journey import (
     CodesToExperts,
     Holders,
     Journey,
-    Tokens,
+    Leaving,
     Travel,
     journey,
     tell_of_failure,
@@ -159,7 +159,7 @@ class ExpertExchange:
             tell_of_failure(self.ranks, x.device)
             raise
         x = x.to(autocast_dtype(x.device) or x.dtype)
-        tokens = Tokens(count=x.shape[0], features=x.shape[1], dtype=x.dtype)
+        tokens = Leaving(count=x.shape[0], features=x.shape[1], dtype=x.dtype)
         how = journey(self.ranks, offsets.detach(), tokens, self.capacity)
         self.dropped = how.dropped
         spec = self._spec()

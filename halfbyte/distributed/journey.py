@@ -118,7 +118,7 @@ def _with_zeros(t: Tensor) -> Tensor:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Tokens:
+class Leaving:
     """What a rank has to send.
 
     count: rows, padding included.
@@ -137,11 +137,11 @@ class Tokens:
 
 
 def _named(kind: int) -> str:
-    """Return what a number of `Tokens.kind` stands for."""
+    """Return what a number of `Leaving.kind` stands for."""
     return f"{DTYPES[kind % len(DTYPES)]} with {kind // len(DTYPES)} features"
 
 
-def journey(ranks: Holders, offsets: Tensor, tokens: Tokens, capacity: int | None) -> Journey:
+def journey(ranks: Holders, offsets: Tensor, tokens: Leaving, capacity: int | None) -> Journey:
     """Return how the tokens of all ranks travel; all of them must call this together.
 
     Args:
@@ -164,7 +164,7 @@ def journey(ranks: Holders, offsets: Tensor, tokens: Tokens, capacity: int | Non
     return _as_counted(ranks, ends, tokens) if capacity is None else _within_capacity(ranks, ends, tokens, capacity)
 
 
-def _as_counted(ranks: Holders, ends: Tensor, tokens: Tokens) -> Journey:
+def _as_counted(ranks: Holders, ends: Tensor, tokens: Leaving) -> Journey:
     """Return how all tokens travel; `ends` of groups are [world, each]."""
     starts = _starts(ends)
     kinds, received = _exchanged(ranks, _marked(ends - starts[:, None], ends, tokens.count), tokens.kind)
@@ -181,7 +181,7 @@ def _as_counted(ranks: Holders, ends: Tensor, tokens: Tokens) -> Journey:
     return Journey(ranks, tokens.count, sent, came, None, None, _inverse(back, rows), back, offsets, None)
 
 
-def _within_capacity(ranks: Holders, ends: Tensor, tokens: Tokens, capacity: int) -> Journey:
+def _within_capacity(ranks: Holders, ends: Tensor, tokens: Leaving, capacity: int) -> Journey:
     """Return how at most `capacity` tokens travel from each rank to each; `ends` of groups are [world, each]."""
     starts, rows = _starts(ends), torch.arange(ranks.world * capacity, device=ends.device)
     kept, count = (ends - starts[:, None]).clamp(max=capacity), tokens.count
@@ -217,7 +217,7 @@ def _wrong(received: Tensor) -> Tensor:
     return (received < 0).any(1)
 
 
-def check_received(ranks: Holders, received: tuple[Tensor, Tensor], ends: Tensor, tokens: Tokens) -> None:
+def check_received(ranks: Holders, received: tuple[Tensor, Tensor], ends: Tensor, tokens: Leaving) -> None:
     """Raise ValueError if offsets of a rank are wrong or its tokens others; a GPU reports it, and its host goes on.
 
     Args:
@@ -243,7 +243,7 @@ def tell_of_failure(ranks: Holders, device: torch.device) -> None:
     _exchanged(ranks, torch.full((ranks.world, ranks.each), WRONG, device=device), WRONG)
 
 
-def _said(ranks: Holders, wrong: list[int], kinds: list[int], ends: Tensor, tokens: Tokens) -> str:
+def _said(ranks: Holders, wrong: list[int], kinds: list[int], ends: Tensor, tokens: Leaving) -> str:
     """Return what is wrong with this rank's offsets, or whose are, or whose tokens are others."""
     if not any(wrong):
         others = ", ".join(f"rank {rank} {_named(kind)}" for rank, kind in enumerate(kinds) if kind != tokens.kind)

@@ -71,6 +71,10 @@ class Explanation:
         return "\n".join((f"{self.op} on {self.target}", *(f"{i}. {step}" for i, step in enumerate(self.steps, 1))))
 
 
+_OPERANDS = tuple(f"{gemm}.{side}" for gemm in ("fprop", "dgrad", "wgrad") for side in "ab")
+"""Places in a recipe."""
+
+
 def read_spec(word: Spec | str | None) -> Spec | None:
     """Return a spec by its key, whose last parts may be left out, or by a place in a preset, `nvfp4.dgrad.a`.
 
@@ -86,15 +90,11 @@ def read_spec(word: Spec | str | None) -> Spec | None:
         return word
     if word in PLAIN:
         return None
-    preset, *place = word.split(".", 2)
-    if (
-        preset in recipes.PRESETS
-        and len(place) == 2
-        and place[0] in ("fprop", "dgrad", "wgrad")
-        and place[1] in ("a", "b")
-    ):
-        product = getattr(recipes.get(preset), place[0])
-        return product and getattr(product, place[1])
+    preset, _, place = word.partition(".")
+    if preset in recipes.PRESETS and place in _OPERANDS:
+        gemm, side = place.split(".")
+        found = getattr(recipes.get(preset), gemm)
+        return found and getattr(found, side)
     for default in (NVFP4().key, MXFP8().key):
         parts, given = default.split("/"), word.split("/")
         if given[0] == parts[0]:

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from halfbyte.distributed.journey import Holders, Journey, Tokens, journey
+from halfbyte.distributed.journey import Holders, Journey, Leaving, journey
 
 
 def journeys(world: int, offsets: list[torch.Tensor], tokens: int, capacity: int | None) -> list[Journey]:
@@ -39,7 +39,7 @@ def run_ranks(
         ranks = Ranks(experts=len(offsets[0]), world=world, rank=rank, group="")
         try:
             given = kinds[rank] if kinds else {"features": 16, "dtype": torch.bfloat16}
-            made[rank] = journey(ranks, offsets[rank], Tokens(count=tokens, **given), capacity)
+            made[rank] = journey(ranks, offsets[rank], Leaving(count=tokens, **given), capacity)
         except ValueError as error:
             said[rank] = str(error)
 
