@@ -9,12 +9,22 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from halfbyte.distributed.fixed_rows import ID_BYTES, FixedRows
+from halfbyte.distributed.fixed_rows import ID_BYTES, WRONG, FixedRows, raise_out_of_range, refuse_wrong
+from halfbyte.distributed.scales import all_gather
 from halfbyte.layout import ceil_div
 
 CALL = "shard_embedding_"
 OPTIONS = {"padding_idx": None, "max_norm": None, "scale_grad_by_freq": False, "sparse": False}
 """What of torch.nn.Embedding changes rows or gradients: where one is set, FSDP2 gathers the embedding."""
+
+
+def _problem_of(ids: Any) -> TypeError | None:
+    """Return why ids cannot name rows, None if they can."""
+    if not isinstance(ids, Tensor):
+        return TypeError(f"ids={ids!r}: give an int64 tensor")
+    if ids.dtype == torch.bool or ids.dtype.is_floating_point:  # which would be rounded to the row of another
+        return TypeError(f"ids.dtype={ids.dtype}: rows are named by integers; give int64")
+    return None
 
 
 class RowPrecision(NamedTuple):
@@ -86,6 +96,8 @@ class ShardedEmbedding(nn.Module):
         Raises:
             TypeError: ids are no integers.
             IndexError: an id names no row, on a CPU; on a GPU the device reports it, where messages have one size.
+
+        Where ids of one rank alone are wrong, the others raise an IndexError that names it, or their devices report it.
         """
         if torch.compiler.is_compiling():
             from halfbyte.functional.eager import eagerly
@@ -94,8 +106,10 @@ class ShardedEmbedding(nn.Module):
         return self._rows_of(ids)
 
     def _rows_of(self, ids: Tensor) -> Tensor:
-        if ids.dtype == torch.bool or ids.dtype.is_floating_point:  # which would be rounded to the row of another
-            raise TypeError(f"ids.dtype={ids.dtype}: rows are named by integers; give int64")
+        problem = _problem_of(ids)
+        if problem is not None:
+            self.tell_of_failure(ids.numel() if isinstance(ids, Tensor) else 0)
+            raise problem
         local: Any = self.weight
         kind = _Rows if self._tokens is None else FixedRows
         return kind.apply(self, ids, local.to_local()).view(*ids.shape, self.embedding_dim)
@@ -111,16 +125,30 @@ class ShardedEmbedding(nn.Module):
         return self._mesh.get_group(self._mesh.ndim - 1)
 
     @torch.no_grad()
+    def tell_of_failure(self, tokens: int) -> None:
+        """Let the other ranks raise that would wait for this one, which has no ids for them."""
+        local: Any = self.weight
+        world, device = dist.get_world_size(self.group), local.to_local().device
+        if self._tokens is None:
+            counts = torch.full((world,), WRONG, device=device)
+            dist.all_to_all_single(torch.empty_like(counts), counts, group=self.group)
+        else:
+            own = torch.full((self.room(tokens),), WRONG, device=device)
+            all_gather(own.new_empty(world * len(own)), own, group=self.group)
+
+    @torch.no_grad()
     def ask(self, named: Tensor) -> _Asked:
         """Tell the owners of distinct rows, ascending, that this rank needs them."""
         group, world = self.group, dist.get_world_size(self.group)
         chunk = ceil_div(self.num_embeddings, world)
-        counts = torch.bincount(named // chunk, minlength=world)
-        if counts.numel() > world:
-            raise IndexError(f"ids: the embedding has {self.num_embeddings} rows, and one of {int(named[-1])} is asked")
+        rows = named.clamp(0, self.num_embeddings - 1)
+        counts = torch.bincount(rows // chunk, minlength=world).where((rows == named).all(), WRONG)
         theirs = torch.empty_like(counts)
         dist.all_to_all_single(theirs, counts, group=group)
         needs, gives = torch.stack((counts, theirs)).tolist()
+        if WRONG in needs:
+            raise_out_of_range(named, self.num_embeddings)
+        refuse_wrong([rank for rank, count in enumerate(gives) if count < 0])
         asked = named.new_empty(sum(gives))
         dist.all_to_all_single(asked, named, gives, needs, group=group)
         self.traffic["rows"] += self._foreign(gives, ID_BYTES)
@@ -188,8 +216,6 @@ class _Rows(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, embedding: ShardedEmbedding, ids: Tensor, local: Tensor) -> Tensor:
         named, place = torch.unique(ids.reshape(-1), return_inverse=True)
-        if named.numel() and int(named[0]) < 0:
-            raise IndexError(f"ids: {int(named[0])} names no row")
         ctx.embedding, ctx.asked = embedding, embedding.ask(named)
         ctx.save_for_backward(named, place, local)
         return F.embedding(place, embedding.fetch(ctx.asked, local))

@@ -10,7 +10,6 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.parallel import ParallelStyle
 
 from halfbyte.distributed.experts import Arrived, Dispatch, Reduce, shard_experts_
-from halfbyte.distributed.journey import tell_of_failure
 
 
 class ExpertParallel(ParallelStyle):
@@ -41,7 +40,7 @@ class ExpertParallel(ParallelStyle):
             by_place, by_name = names[: len(inputs)], names[len(inputs) :]
             for name in by_name:
                 if name not in named:
-                    tell_of_failure(exchange.ranks, next(module.parameters()).device)
+                    exchange.tell_of_failure()
                     raise TypeError(
                         f"{name} is missing: give tokens sorted by expert and the ends of the groups of all experts as "
                         f"{names[0]!r} and {names[1]!r}, by place or by name"

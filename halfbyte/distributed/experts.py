@@ -84,17 +84,23 @@ class ExpertExchange:
         readers: the layers that read what arrives.
         dispatch: "plain", or "nvfp4" for tokens that travel as codes.
         capacity: tokens that one rank sends another, None for as many as there are.
+        first: one of the layers that share the experts.
 
     Attributes:
         dropped: int64 [], this rank's tokens beyond the capacity in the last forward; None without one.
     """
 
     def __init__(
-        self, ranks: Holders, readers: Sequence[GroupedLinear], dispatch: Dispatch, capacity: int | None
+        self,
+        ranks: Holders,
+        readers: Sequence[GroupedLinear],
+        dispatch: Dispatch,
+        capacity: int | None,
+        first: GroupedLinear,
     ) -> None:
         self.ranks, self.dispatch, self.capacity = ranks, dispatch, capacity
         self.dropped: Tensor | None = None
-        self._readers = tuple(readers)
+        self._readers, self._first = tuple(readers), first
         self._held: _Held | None = None
 
     def send(self, x: Tensor, offsets: Tensor) -> Arrived:
@@ -156,7 +162,7 @@ class ExpertExchange:
         try:
             self._check(x, offsets)
         except (TypeError, ValueError):
-            tell_of_failure(self.ranks, x.device)
+            self.tell_of_failure()
             raise
         x = x.to(autocast_dtype(x.device) or x.dtype)
         tokens = Leaving(count=x.shape[0], features=x.shape[1], dtype=x.dtype)
@@ -171,7 +177,14 @@ class ExpertExchange:
         self._held = _Held(values.detach(), row, _version(values))
         return Arrived(values, groups, how)
 
+    def tell_of_failure(self) -> None:
+        """Let the other ranks raise that would wait for this one, which has nothing to send."""
+        weight: Any = self._first.weight
+        tell_of_failure(self.ranks, weight.device)
+
     def _check(self, x: Tensor, offsets: Tensor) -> None:
+        if not isinstance(x, Tensor):
+            raise TypeError(f"x={type(x).__name__}: give tokens, a tensor [M, K]")
         refuse_foreign((("x", x), ("offsets", offsets)), "tokens")
         check_offsets(offsets, x)
         if x.dtype not in DTYPES:
@@ -324,7 +337,7 @@ def shard_experts_(
     reading = [layers[name] for name in readers]
     if dispatch == "nvfp4":
         _check_recipes(dict(zip(readers, reading, strict=True)), features)
-    exchange = ExpertExchange(ranks, reading, dispatch, capacity)
+    exchange = ExpertExchange(ranks, reading, dispatch, capacity, next(iter(layers.values())))
     for name, layer in layers.items():
         share_parameters_(layer, lambda _, data: _shared(data, mesh, src_data_rank))
         layer.entry = _Part(exchange, reduce, features[name])

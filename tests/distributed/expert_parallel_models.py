@@ -24,6 +24,7 @@ from shared_experts import (
     within,
 )
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Shard, distribute_tensor
 from torch.distributed.tensor.parallel import parallelize_module
@@ -241,6 +242,9 @@ def _ask_of_arguments(ask, world: int) -> None:
     ask("reduce", lambda: share(Experts(), mesh, reduce="avg"))
     ask("nobody reads", lambda: share(Experts(), mesh, dispatch="nvfp4"))
     ask("reader", lambda: share(Experts(), mesh, "up_proj", dispatch="nvfp4"))
+    strange = Experts(biased=True)
+    strange.down_proj.bias = StrangeBias(strange.down_proj.bias.detach())
+    ask("strange bias", lambda: share(strange, mesh))
     ask("mxfp8", lambda: share(Experts(recipe="mxfp8"), mesh, "gate_up_proj", dispatch="nvfp4"))
     weights_alone = hb.recipes.weight_only()
     ask("weight only", lambda: share(Experts(recipe=weights_alone), mesh, "gate_up_proj", dispatch="nvfp4"))
@@ -282,6 +286,10 @@ def _ask_of_layers(ask, world: int) -> None:
     ask("zero", lambda: hb.distributed.ZeroOptimizer(shared(world), torch.optim.AdamW))
 
 
+class StrangeBias(nn.Parameter):
+    """A bias that is another library's."""
+
+
 class Holder(nn.Module):
     """Something else that has a weight of experts."""
 
@@ -303,6 +311,7 @@ def _ask_of_forwards(ask, world: int, x: Tensor, offsets: Tensor) -> None:
     ask("integers", lambda: shared(world)(x.long(), offsets))
     ask("another name", lambda: shared(world)(x=x, ends=offsets))
     ask("not what arrived", lambda: changed_tokens(world, x, offsets))
+    _ask_of_what_arrived(ask, world, x, offsets)
     mixed = shared(world, "gate_up_proj", dispatch="nvfp4")
     hb.set_recipe_(mixed, "mxfp8")
     ask("mxfp8 later", lambda: mixed(x, offsets))
@@ -322,6 +331,27 @@ def _ask_of_forwards(ask, world: int, x: Tensor, offsets: Tensor) -> None:
             torch.autograd.grad(twice(x, offsets).square().sum(), x, create_graph=True)[0].sum(), x
         ),
     )
+
+
+def _ask_of_what_arrived(ask, world: int, x: Tensor, offsets: Tensor) -> None:
+    """Ask a layer that reads codes for other tokens than those which the codes are of."""
+    module = shared(world, "gate_up_proj", dispatch="nvfp4")
+    reader, other = module.gate_up_proj, module.down_proj
+    exchange = reader.entry.exchange
+    with torch.no_grad():
+        arrived = exchange.send(x, offsets)
+        assert torch.equal(reader(arrived.x.view_as(arrived.x), arrived.offsets), reader(arrived.x, arrived.offsets))
+        ask("a copy", lambda: reader(arrived.x.clone(), arrived.offsets))
+        turned = arrived.x.as_strided(arrived.x.shape, (1, len(arrived.x)))
+        ask("other strides", lambda: reader(turned, arrived.offsets))
+        own = arrived.x[:, :HIDDEN].contiguous()
+        ask("another layer", lambda: other(own, arrived.offsets))  # it reads no codes
+        ask("other rows", lambda: exchange.back(arrived.x[:-1], arrived))
+        arrived.x.mul_(2)
+        ask("changed in place", lambda: reader(arrived.x, arrived.offsets))
+        again = exchange.send(x, offsets)
+        exchange.back(again.x, again)
+        ask("on its way back", lambda: reader(again.x, again.offsets))
 
 
 def wrong_on_one(rank: int, world: int) -> list[str]:
@@ -344,7 +374,8 @@ def other_tokens_on_one(rank: int, world: int) -> list[str]:
     said = []
     for capacity in (None, 40):
         module = shared(world, capacity=capacity)
-        for named in ({"x": x.double()}, {"x": x.bfloat16()}, {"x": x[:, :-16]}, {"x": None}, {"offsets": None}):
+        changes = {"x": x.double()}, {"x": x.bfloat16()}, {"x": x[:, :-16]}, {"x": x.tolist()}
+        for named in (*changes, {"x": None}, {"offsets": None}):
             found, both = Answers(), {"x": x, "offsets": offsets}
             arguments = {k: v for k, v in (both | named).items() if v is not None} if rank == 1 else both
             found.ask("it", partial(module, **arguments))
@@ -370,3 +401,15 @@ def unlike_neighbours(rank: int, world: int) -> str:
     except ValueError as error:
         return str(error)
     return ""
+
+
+def behind_a_rank_of_their_own(rank: int, world: int) -> str:
+    """Return what neighbours are answered with of which the first has no multiple of their number."""
+    mesh = DeviceMesh(ranks.device().type, list(range(1, world)), mesh_dim_names=("ep",))
+    if rank == 0:
+        return ""
+    try:
+        hb.distributed.shard_experts_(Experts(), mesh)
+    except ValueError as error:
+        return str(error)
+    return "nothing"

@@ -334,8 +334,48 @@ def refusals(rank: int, world: int) -> dict[str, str]:
     found.ask("tied", lambda: colwise("q_proj", "k_proj", change=lambda m: tie(m, "k_proj")))
     found.ask("tied to another", lambda: colwise("q_proj", change=lambda m: tie(m, "v_proj")))
     found.ask("nothing", lambda: colwise("q_proj", "up_proj"))
+    found.ask("nothing twice", lambda: colwise("up_proj", "gate_proj"))
+    style, two = hb.distributed.NVFP4Colwise("q_proj"), ranks.mesh(1, world, names=("dp", "tp"))
+    found.ask("mesh of two", lambda: style._apply(projections(), two))
+    fused, _ = converted("nvfp4")
+    hb.nn.fuse_(fused)
+    found.ask("fused", lambda: parallelize_module(fused[0].self_attn, mesh, {"q_proj": hb.distributed.NVFP4Colwise()}))
+    found.ask("cached", lambda: colwise("q_proj", change=hb.cache_weights))
     frozen = projections().requires_grad_(False)
     tie(frozen, "k_proj")
     parallelize_module(frozen, mesh, hb.distributed.NVFP4Colwise("q_proj", "k_proj"))  # nothing is learned apart
     assert torch.equal(frozen["q_proj"].weight.to_local(), frozen["k_proj"].weight.to_local())
+    assert not any(weight.requires_grad for weight in frozen.parameters()), "what was frozen stays so"
     return found
+
+
+def values_of(rank: int, world: int) -> dict[str, bool]:
+    """Return whose values count where every rank has others, of rows, columns and a bias, by src_data_rank."""
+    found, mesh = {}, ranks.mesh(world)
+    for source in (0, 1, None):
+        for style, dim in ((hb.distributed.NVFP4Colwise(), 0), (hb.distributed.NVFP4Rowwise(), 1)):
+            layer = nn.Sequential(hb.nn.Linear(32, 32, recipe="nvfp4").to(ranks.device()))
+            for param in layer.parameters():
+                param.data.fill_(rank)
+            parallelize_module(layer, mesh, {"0": style}, src_data_rank=source)
+            wanted = rank if source is None else source
+            weight, bias = layer[0].weight, layer[0].bias
+            same = all(bool((param.to_local() == wanted).all()) for param in (weight, bias))
+            found[f"{source} {dim}"] = same and weight.to_local().shape[dim] == 32 // world
+    return found
+
+
+def whole_tokens(rank: int, world: int) -> list[str]:
+    """Return what differs where x is a DTensor that is whole on every rank from one whose tokens lie in parts."""
+    mesh, ends = ranks.mesh(world), []
+    for place in (Shard(1), Replicate()):
+        torch.manual_seed(0)
+        layer = nn.Sequential(hb.nn.Linear(32, 48, recipe=ALL["row_scaled"], state=hb.RunState(1, rank=0)))
+        parallelize_module(layer.to(ranks.device()), mesh, {"0": hb.distributed.NVFP4Colwise(use_local_output=False)})
+        x = torch.randn(2, 16 * world, 32, generator=torch.Generator().manual_seed(1)).to(ranks.device())
+        x = distribute_tensor(x, mesh, [place], src_data_rank=None).requires_grad_()
+        y = layer(x)
+        y.backward(torch.ones_like(y))
+        weight = layer[0].weight.grad
+        ends.append({"y": y.full_tensor(), "dx": x.grad.full_tensor(), "dw": weight.full_tensor()})
+    return [name for name, t in ends[0].items() if not torch.equal(t, ends[1][name])]

@@ -22,6 +22,7 @@ REFUSED = {
     "reduce": "ValueError: reduce='avg': give 'sum' or 'mean'",
     "nobody reads": "ValueError: dispatch='nvfp4': name the layers that read the tokens",
     "reader": "ValueError: readers: 'up_proj' is no hb.nn.GroupedLinear",
+    "strange bias": "ValueError: down_proj: its bias is a StrangeBias; ranks share plain biases",
     "mxfp8": "ValueError: gate_up_proj: fprop.a=MXFP8.*use dispatch='plain'",
     "weight only": "ValueError: gate_up_proj: fprop.a=None.*use dispatch='plain'",
     "shared twice": "ValueError: gate_up_proj: its weight is shared already",
@@ -40,6 +41,12 @@ REFUSED = {
     "one argument": "TypeError: offsets is missing: .* ends of the groups of all experts as 'x' and 'offsets'",
     "another name": "TypeError: offsets is missing: .* as 'x' and 'offsets'",
     "not what arrived": "ValueError: .*x is not what arrived as codes",
+    "a copy": "ValueError: .*x is not what arrived as codes; hand it send.* unchanged, or use dispatch='plain'",
+    "other strides": "ValueError: .*x is not what arrived as codes",
+    "another layer": "nothing",
+    "other rows": r"ValueError: y.shape=\(.*tokens arrived; give a row for each",
+    "changed in place": "ValueError: .*x is not what arrived as codes",
+    "on its way back": "ValueError: .*x is not what arrived as codes",
     "mxfp8 later": "ValueError: fprop.a=MXFP8.*tokens cannot travel so",
     "two recipes": "ValueError: .* read nvfp4/.* and nvfp4/.*need one recipe",
     "ends behind the tokens": "ValueError: offsets: they end at .* give the cumulative ends of the groups",
@@ -112,14 +119,13 @@ def test_offsets_that_one_rank_has_wrong_raise_on_every_rank():
 
 def test_other_tokens_or_arguments_on_one_rank_raise_on_every_rank():
     other, own = ranks.run(2, models.other_tokens_on_one, seconds=60)
-    assert len(other) == len(own) == 10
-    dtype, single, width, x, ends = own[:5]
-    assert own[5:] == own[:5] and dtype.startswith("TypeError: x.dtype=torch.float64")
+    assert len(other) == len(own) == 12 and other[6:] == other[:6] and own[6:] == own[:6]
+    dtype, single, width, plain, x, ends = own[:6]
+    assert dtype.startswith("TypeError: x.dtype=torch.float64") and plain.startswith("TypeError: x=list: give tokens")
     assert single.startswith("ValueError: x: ") and width.startswith("ValueError: x: ")
     assert (x.split()[1], ends.split()[1]) == ("x", "offsets") and x.startswith("TypeError") and "missing" in ends
     refused = "ValueError: rank 1 of those that share the experts has no tokens"
-    is_told = [text.startswith(refused) for text in other[:5]]
-    assert other[5:] == other[:5] and is_told == [True, False, False, True, True]
+    assert [text.startswith(refused) for text in other[:6]] == [True, False, False, True, True, True]
     assert "rank 1 torch.bfloat16 with" in other[1] and "rank 1 torch.float32 with" in other[2]
 
 
@@ -150,3 +156,9 @@ def test_ranks_that_see_other_data_and_experts_of_other_ranks():
     """2 x 2 ranks as `place_ranks_` places them: a group of experts draws with its first rank."""
     assert ranks.run(4, checks.operands_of_two_groups, "nvfp4") == [[]] * 4
     assert all("ranks that share experts are neighbours" in text for text in ranks.run(4, models.unlike_neighbours))
+
+
+def test_neighbours_that_do_not_begin_at_a_multiple_of_their_number_are_refused():
+    """A rank draws as the first of its group, which it finds by dividing."""
+    alone, *others = ranks.run(3, models.behind_a_rank_of_their_own)
+    assert alone == "" and all("ranks that share experts are neighbours" in text for text in others)

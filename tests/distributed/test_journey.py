@@ -132,3 +132,14 @@ def test_tokens_of_another_dtype_or_width_raise_on_every_rank(other, named, capa
     this, mine = "x: this rank of those that share the experts brings", "torch.bfloat16 with 16 features"
     assert starts[0] == starts[2] == f"{this} {mine}, rank 1 {named}"
     assert starts[1] == f"{this} {named}, rank 0 {mine}, rank 2 {mine}"
+
+
+@pytest.mark.parametrize("capacity", [None, 4])
+def test_all_ranks_are_named_whose_ends_are_wrong(capacity):
+    offsets = [torch.tensor([5, 3, 8]), torch.tensor([2, 7, 12]), torch.tensor([5, 6, 13])]
+    _, said = run_ranks(3, offsets, 12, capacity)
+    assert [text.partition(";")[0] for text in said] == [
+        "offsets: group 1 ends at 3, before it begins, at 5",
+        "rank 0, 2 of those that share the experts has no tokens with cumulative ends of their groups",
+        "offsets: they end at 13 of 12 tokens",
+    ]

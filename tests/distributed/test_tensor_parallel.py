@@ -15,6 +15,10 @@ REFUSED = {
     "tied": "ValueError: q_proj.weight and k_proj.weight are one parameter, .* give each its own",
     "tied to another": "ValueError: q_proj.weight and v_proj.weight are one parameter, .* give each its own",
     "nothing": "TypeError: up_proj=NoneType: the style is for hb.nn.Linear",
+    "nothing twice": "TypeError: up_proj=NoneType: the style is for hb.nn.Linear",
+    "mesh of two": r"ValueError: mesh=.*: give a mesh of one dimension, such as mesh\['tp'\]",
+    "fused": "ValueError: .* shares its input in a fused module: parallelize before hb.nn.fuse_, not after",
+    "cached": r"ValueError: .* has a cached weight: call release\(\) on the cache first",
 }
 
 
@@ -54,3 +58,12 @@ def test_siblings_learn_the_amax_that_they_share_in_one_message():
     siblings = 2  # q, k, v and gate, up, which torch's styles call one by one: the first asks for its group's
     others = 2 * (2 + 1)  # o and down: rows and rotated columns of x, one amax of the tiles of w
     assert found["forward", "all_reduce", "float32"] == 4 * (siblings + others)
+
+
+def test_values_are_those_of_the_rank_that_is_named_or_each_ranks_own():
+    for found in ranks.run(2, models.values_of):
+        assert len(found) == 6 and all(found.values()), found
+
+
+def test_tokens_that_are_whole_on_every_rank_are_multiplied_as_those_in_parts():
+    assert ranks.run(2, models.whole_tokens) == [[], []]

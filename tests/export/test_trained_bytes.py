@@ -74,6 +74,9 @@ def test_the_cast_of_training_is_repeated(tmp_path, dtype):
         trained(model, hb.recipes.nvfp4_forward())
     with pytest.raises(ValueError, match=r"compute_dtype=None: .*q_proj.weight is float32.*torch.autocast"):
         hb.export.save(model, tmp_path / "out")
+    with pytest.raises(ValueError, match="compute_dtype=torch.float64: layers compute in bfloat16, float16 or"):
+        hb.export.save(model, tmp_path / "out", compute_dtype=torch.float64)
+    assert not (tmp_path / "out").exists()
     hb.export.save(model, tmp_path / "out", compute_dtype=dtype)
     weight = model.get_parameter("model.layers.0.mlp.down_proj.weight").detach().to(dtype).float().numpy()
     result = oracle.quantize(weight, hb.NVFP4())

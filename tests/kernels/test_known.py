@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -91,6 +92,10 @@ def test_numbers_that_kernels_may_take_in_64_bits_are_none_of_a_record_of_small_
     for numbers in ((small + 1, 2), (1, small + 1), (1, 1 << 40)):
         assert prepared.again(function, (), (values(),), numbers) is None
     assert prepared.again(function, (), (values(),), (small, small)) is not None
+    prepared._RECORDS.clear()
+    for _ in range(3):
+        repeated(function, (), (values(),), (1, small + 1))
+    assert prepared.again(function, (), (values(),), (1, 2)) is None, "nor the other way round"
 
 
 def test_static_values_streams_and_places_of_none(keys):
@@ -102,6 +107,18 @@ def test_static_values_streams_and_places_of_none(keys):
             for tensors in ((values(), None), (None, values())):
                 assert repeated(counted, static, tensors)[0][0] == static + (tensors[0] is None)
     assert counted.runs == 4 and keys.runs == 8
+
+
+def test_guards_of_the_default_stream_are_not_those_of_others(monkeypatch):
+    """Kernels of the default stream share a workspace; all other streams find one record."""
+    stream, counted = [0], Counted(lambda static, tensors, numbers: ((add(tensors[0], 1),), None))
+    monkeypatch.setattr(known, "_stream_of", lambda tensor: stream[0])
+    found = []
+    for stream[0] in (0, 7, 8):
+        found.append(prepared.again(counted, (), (values(),), ()) is not None)
+        for _ in range(2 if stream[0] < 8 else 0):
+            prepared._call(counted, ((), (values(),), ()), (torch.device("cpu"), stream[0]), nullcontext)
+    assert found == [False, False, True] and counted.runs == 2
 
 
 @pytest.mark.parametrize("cast", [False, True])

@@ -73,3 +73,20 @@ def test_a_rule_of_tiles_without_kernels_is_refused_for_primary_weights(monkeypa
     monkeypatch.setattr(backends, "without_kernel", lambda known: "its rule" if known == spec else None)
     with pytest.raises(ValueError, match="its rule has no kernel on backend 'triton'"):
         primary_stages((), [target], 16, X.device)
+
+
+def test_codes_of_a_rule_without_kernels_are_read_and_explained_all_the_same(monkeypatch):
+    """A rule says how bytes are chosen; what they stand for follows from the format."""
+    spec = hb.NVFP4(scaling=hb.FourOverSix())
+    stored = Operand(ops.quantize(X, Side(spec)), spec, 64)
+    wanted = ops.dequantize(stored), ops.gemm_nt(stored, stored)
+    backends = sys.modules["halfbyte.ops.backends"]
+    monkeypatch.setattr(backends, "choose", lambda device, backend: "triton")
+    for module in (backends, sys.modules["halfbyte.ops.explain"]):
+        monkeypatch.setattr(module, "without_kernel", lambda known: "its rule" if known == spec else None)
+    with pytest.raises(ValueError, match="its rule has no kernel on backend 'triton'"):
+        ops.quantize(X, Side(spec))
+    assert torch.equal(ops.dequantize(stored), wanted[0]) and torch.equal(ops.gemm_nt(stored, stored), wanted[1])
+    (step,) = hb.ops.explain((64, 64), spec, op="quantize", target="sm_90").steps
+    assert "refused" in step.kernel
+    assert any(step.programs for step in hb.ops.explain((64, 64), spec, op="dequantize", target="sm_90").steps)

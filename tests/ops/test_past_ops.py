@@ -6,6 +6,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import halfbyte as hb
 from halfbyte import ops
+from halfbyte.ops import repeat
 from halfbyte.ops.repeat import BODIES
 
 HB = torch.ops.halfbyte
@@ -65,3 +66,20 @@ def test_what_no_pass_calls_is_an_op_and_so_is_what_has_no_memory(called):
     assert torch.equal(ops.run(product, (), (x, x), ())[0][0], alone) and called == ["gemm_nt"]
     shapes = ops.run(product, (), (x.to("meta"), x.to("meta")), ())[0][0]
     assert shapes.shape == (16, 16) and shapes.is_meta and called == ["gemm_nt"]
+
+
+def test_a_pass_within_a_pass_leaves_the_outer_one_past_ops():
+    assert not repeat.is_past_ops()
+    with repeat._past_ops():
+        with repeat._past_ops():
+            assert repeat.is_past_ops()
+        assert repeat.is_past_ops()
+    assert not repeat.is_past_ops()
+
+
+@pytest.mark.parametrize("shape", [(), (3,), (2, 3), (0, 4), (2, 0, 3)])
+@pytest.mark.parametrize("columns", [0, 1, 5])
+def test_outputs_in_the_shape_of_tokens_have_torchs_own_strides(shape, columns):
+    wanted = torch.empty(*shape, columns)
+    (made,) = ops.in_shape([torch.empty(wanted.numel() // columns if columns else 6, columns)], shape)
+    assert made.shape == wanted.shape and made.stride() == wanted.stride() and made._base is None

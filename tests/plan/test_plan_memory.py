@@ -105,6 +105,27 @@ def test_a_shared_head_is_kept_in_no_codes():
     assert gathered["weights"] - shared["weights"] == 128_256 * 4096 * (1 / 2 + 1 / 256) / 4
 
 
+def test_a_shared_head_holds_logits_of_its_words_and_activations_of_all_ranks():
+    """Logits become their gradient; exponentials of a few take 0.5 GiB; no gradient of the head is whole."""
+    common = {"model": "llama3-8b", "gpus": 4, "mesh": "dp_shard=4", "recipe": "bf16", "recompute": "full"}
+    loss, early = (moment.bytes for moment in plan(PlanRequest(**common, head="shared")).moments[:2])
+    tokens, dim, words = 4 * 8192, 4096, 128_256 // 4
+    assert loss["logits and loss"] == 2 * tokens * words + 2 * 2 * tokens * dim + GIB / 2
+    block = 2 * 4096**2 + 2 * 4096 * 1024 + 3 * 4096 * 14_336 + 2 * 4096
+    assert early["gathered layers"] == 2 * (2 * block + 4096) + 2 * 2 * block
+
+
+@pytest.mark.parametrize(
+    ("recipe", "each"), [("nvfp4", 0.5625 + 1 / 256), ("rl", 0.5625), ("nvfp4_mxfp8_bwd", 1 + 1 / 32)]
+)
+def test_what_is_gathered_has_room_for_the_form_that_takes_more(recipe, each):
+    """Of a forward and a backward that read other codes, those of eight bits."""
+    found = plan(PlanRequest(model="llama3-8b", gpus=8, mesh="dp_shard=8", recipe=f"{recipe}@all", recompute="full"))
+    block = 2 * 4096**2 + 2 * 4096 * 1024 + 3 * 4096 * 14_336
+    edges = 2 * 128_256 * 4096 + 4096
+    assert found.moments[0].bytes["gathered layers"] == pytest.approx(2 * (each * block + 2 * 2 * 4096) + 2 * edges)
+
+
 def test_a_sharded_run_whose_weights_come_as_codes_holds_what_adds_up_by_hand():
     found = plan(PlanRequest(model="llama3-70b", gpus=64, mesh="dp_replicate=2,dp_shard=32", sequence=4096))
     at, early = found.moments[0].bytes, found.moments[2].bytes

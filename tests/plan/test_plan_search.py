@@ -89,6 +89,15 @@ def test_auto_is_the_fastest_of_all_that_fit(request_):
             assert why.startswith(f"needs {other.peak.total / 2**30:,.0f} GiB of ") and other.peak.moment in why
 
 
+def test_where_nothing_fits_the_mesh_that_needs_least_is_named():
+    request = PlanRequest(model="llama3-70b", gpus=16, hardware="h100", recompute="full", sequences=64)
+    all_ = {key: p for key, p in every(request).items() if isinstance(p, Plan)}
+    least = min(all_, key=lambda key: all_[key].peak.total)
+    assert least not in (next(iter(all_)), [*all_][-1])
+    with pytest.raises(ValueError, match=f"; least is {least[0]}, recompute={least[1]}: needs "):
+        plan(request)
+
+
 def test_all_ways_of_splitting_are_tried():
     tried = list(candidates(PlanRequest(model="moe-1b", gpus=16)))
     sizes = {(m.dp_replicate, m.dp_shard, m.tp, m.ep) for m, _ in tried}

@@ -131,6 +131,13 @@ def test_what_cannot_be_planned_says_why(given, message):
     assert message in str(error.value)
 
 
+def test_a_plan_counts_to_the_number_that_it_names():
+    common = {"model": "tiny", "mesh": "dp_shard=1", "recipe": "bf16", "sequence": 32}
+    assert plan(PlanRequest(gpus=1, accumulate=2**40, **common)).job.accumulate == 2**40
+    with pytest.raises(ValueError, match="accumulate=1099511627777: a plan counts to 1,099,511,627,776; give fewer"):
+        plan(PlanRequest(gpus=1, accumulate=2**40 + 1, **common))
+
+
 def test_hardware_has_dense_rates_with_a_source():
     for name, bf16, fp4 in (
         ("h100", 989.4, None),

@@ -219,6 +219,8 @@ def test_exposed_communication_is_what_outlasts_the_kernels_and_a_block():
     found = plan(PlanRequest(model="llama3-8b", gpus=8, mesh="dp_shard=8", recipe="bf16"))
     hidden = sum(c.seconds(H200) for c in found.collectives)
     assert found.step.seconds[seconds.EXPOSED] == pytest.approx(hidden / 32)
+    several = plan(PlanRequest(model="llama3-8b", gpus=8, mesh="dp_shard=8", recipe="bf16", accumulate=3))
+    assert several.step.seconds[seconds.EXPOSED] == pytest.approx(hidden / 32), "of one block of one micro-batch"
     far = plan(PlanRequest(model="llama3-8b", gpus=512, mesh="dp_shard=512", recipe="bf16", sequence=512))
     busy = {name: sum(seconds.kernel_seconds(part, H200).values()) for name, part in seconds.passes(far.job).items()}
     gathers = {p: sum(c.seconds(H200) for c in far.collectives if c.phase == p) for p in busy}
@@ -236,3 +238,11 @@ def test_experts_of_few_tokens_multiply_more_slowly():
     ramp = calibration.GROUP_RAMP.value
     assert rate(ramp) == pytest.approx(dense / 2) and rate(3 * ramp) == pytest.approx(dense * 3 / 4)
     assert rate(1e12) == pytest.approx(dense)
+
+
+def test_products_of_experts_take_their_time_beside_all_others_of_a_precision():
+    rate, tokens = H200.flops["bf16"] * calibration.BF16_SHARE.value, calibration.GROUP_RAMP.value
+    several = work.Work(grouped=[work.Grouped("bf16", 1e15, tokens), work.Grouped("bf16", 3e15, tokens)])
+    several.flops["bf16"] = 5e15
+    expected = (5e15 + 2 * (1e15 + 3e15)) / rate
+    assert seconds.kernel_seconds(several, H200, 1.0)["GEMMs in bf16"] == pytest.approx(expected)

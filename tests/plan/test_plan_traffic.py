@@ -111,6 +111,21 @@ def test_words_are_filled_up_behind_those_that_tensor_parallelism_leaves():
     assert edges == 2 * (2 * 126 * 128 * 8192 + 8192 / 8)
 
 
+def test_words_that_tensor_parallelism_does_not_divide_are_those_of_the_rank_that_has_most():
+    """1,001 words over 8 are 126 for some, over 5 ranks 26 of each; of 8,192 elements of a norm each has 1,639."""
+    found = sent(PlanRequest(model="llama3-70b", gpus=40, mesh="dp_shard=5,tp=8", recipe="bf16", vocabulary=1001))
+    edges = found["weights", "forward"].message - found["weights", "backward"].message
+    assert edges == 2 * (2 * 26 * 5 * 8192 + 1639 * 5 / 8)
+
+
+def test_parts_of_layers_are_of_the_side_that_tensor_parallelism_splits():
+    """Rows that 3,000 ranks fill up tell it: 1,024 of q, 128 of k and v, 3,584 of gate and up; 8,192 of o and down."""
+    found = sent(PlanRequest(model="llama3-70b", gpus=24_000, mesh="dp_shard=3000,tp=8", recipe="bf16"))
+    by_rows = (3000 + 2 * 3000 + 2 * 6000) * 8192
+    by_columns = 9000 * (8192 // 8 + 28_672 // 8)
+    assert found["weights", "backward"].message == 2 * 80 * (by_rows + by_columns + 2 * 9000)
+
+
 def test_experts_that_ranks_do_not_divide_are_filled_up():
     """What expert parallelism leaves is split by experts: of 128, each of 300 ranks has one or none."""
     found = sent(PlanRequest(model="deepseek-v3", gpus=600, mesh="dp_shard=600,ep=2", recipe="bf16"))
@@ -238,6 +253,7 @@ def test_a_collective_takes_its_slowest_link():
     assert seconds("all-gather", 4, 1) == pytest.approx(0.75e9 / nvlink)
     assert seconds("all-reduce", 4, 1) == pytest.approx(1.5e9 / nvlink)
     assert seconds("all-gather", 16, 8) == pytest.approx(15 / 16 * 1e9 / network)  # one rank a node
+    assert seconds("all-reduce", 16, 8) == pytest.approx(2 * 15 / 16 * 1e9 / network)
     assert seconds("all-gather", 16, 1) == pytest.approx(max(15 / 16 * 1e9 / nvlink, 0.5e9 / (8 * network)))
     assert seconds("all-gather", 1024, 4) == pytest.approx(511 / 512 * 1e9 / (2 * network))  # two a node
     assert seconds("all-to-all", 16, 1) == pytest.approx(0.5e9 / network)

@@ -47,6 +47,7 @@ CASES = {
     "synchronized once": Case(rows=60, named=60, policy=BF16, micro_batches=3),
     "fp32 gathers, bf16 sums": Case(policy=MixedPrecisionPolicy(reduce_dtype=torch.bfloat16)),
     "frozen": Case(frozen=True),
+    "bf16 gathers": Case(policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16)),
 }
 
 
@@ -169,7 +170,7 @@ def waits(rank: int, world: int, way: str) -> list[str]:
     model = nn.Sequential(nn.Embedding(40, DIM))
     with exchanging(way):
         handle = hb.distributed.shard_embedding_(model, ranks.mesh(world), tokens=5)
-    fixed_rows.check_ids = lambda ids, rows: None  # what a GPU reports itself
+    fixed_rows.check_ids = lambda *arguments: None  # what a GPU reports itself
     with Called() as called:
         for is_last in (False, True):
             handle.set_requires_gradient_sync(is_last)
@@ -235,9 +236,57 @@ def choices(rank: int, world: int) -> list[str]:
     tied = nn.Sequential(nn.Embedding(40, DIM), nn.Linear(DIM, 40, bias=False))
     tied[1].weight = tied[0].weight
     plain = [nn.Embedding(40, DIM, padding_idx=0), nn.Embedding(40, DIM, max_norm=1.0), nn.Embedding(6, DIM)]
+    plain += [nn.Embedding(40, DIM, scale_grad_by_freq=True), nn.Embedding(40, DIM, sparse=True)]
     found = [hb.distributed.shard_embedding_(model, mesh, tokens=8) for model in (tied, nn.Sequential(*plain))]
     assert not any(handle.params for handle in found)
     return [row.reason for handle in found for row in handle.rows]
+
+
+def as_many_bytes(rank: int, world: int) -> list[tuple]:
+    """What is chosen where ways take as many bytes: of 25 rows, 59 of a head, and one row more of each."""
+    mesh, found = ranks.mesh(world), []
+    for rows, tokens in ((25, 24 // (world - 1)), (26, 24 // (world - 1)), (25, 24), (26, 24)):
+        model = nn.Sequential(nn.Embedding(rows, DIM))
+        row = hb.distributed.shard_embedding_(model, mesh, tokens=tokens).rows[0]
+        found.append((row.reason, row.is_fixed))
+    for rows in (59, 60):
+        model = nn.Sequential(nn.Linear(DIM, rows, bias=False))
+        head = hb.distributed.shard_embedding_(model, mesh, tokens=48 // (world - 1), head="0").rows[0]
+        found.append((head.reason, head.exchanged, head.gathered))
+    return found
+
+
+def more_than_one_message_holds(rank: int, world: int) -> list[bool]:
+    """Whether rows and gradients are those of all tokens where ranks have 9, and messages hold 4."""
+    model = nn.Sequential(nn.Embedding(43, DIM))
+    whole = model[0].weight.detach().clone()
+    with exchanging("one size"):
+        hb.distributed.shard_embedding_(model, ranks.mesh(world), tokens=4)
+    every = torch.randint(43, (world, 9), generator=torch.Generator().manual_seed(0))
+    rows = model(every[rank])
+    (rows * torch.arange(1.0, 10.0)[:, None]).sum().backward()
+    weights = torch.arange(1.0, 10.0).repeat(world)
+    expected = torch.zeros(43).index_add_(0, every.flatten(), weights)[:, None].expand(-1, DIM) / world
+    gradient = model[0].weight.grad.full_tensor()
+    return [torch.equal(rows, whole[every[rank]]), torch.equal(gradient, expected)]
+
+
+def wrong_on_one(rank: int, world: int) -> list[str]:
+    """What is said where rank 1 alone asks for what is no row of 41, which ranks do not divide."""
+    said = []
+    right = torch.tensor([0, 40])
+    for way in WAYS:
+        model = nn.Sequential(nn.Embedding(41, DIM))
+        with exchanging(way):
+            hb.distributed.shard_embedding_(model, ranks.mesh(world), tokens=4)
+        for wrong in (torch.tensor([3, 41]), torch.tensor([-1]), torch.tensor([0.5]), torch.tensor([True]), [0, 1]):
+            try:
+                model(wrong if rank == 1 else right)
+                said.append("nothing")
+            except (IndexError, TypeError) as error:
+                said.append(f"{type(error).__name__}: {error}")
+        assert model(right).shape == (2, DIM), "and goes on"
+    return said
 
 
 def never_sent(rank: int, world: int) -> list[str]:
@@ -262,7 +311,8 @@ def never_sent(rank: int, world: int) -> list[str]:
 def replaced(rank: int, world: int) -> list[str]:
     """Why embeddings and heads are gathered that another module cannot stand for, and what they do then."""
     mesh, said = ranks.mesh(world), []
-    for case in ("two names", "a hook", "a hook of the head", "two names of the head", "the model"):
+    backward = "a backward hook", "a hook before the backward"
+    for case in ("two names", "a hook", "a hook of the head", "two names of the head", *backward, "the model"):
         model = nn.Module()
         model.embed, model.head, model.inner = nn.Embedding(400, DIM), nn.Linear(DIM, 400, bias=False), nn.Module()
         if case == "two names":
@@ -271,6 +321,10 @@ def replaced(rank: int, world: int) -> list[str]:
             model.embed.register_forward_hook(lambda module, inputs, output: 2 * output)
         if case == "a hook of the head":
             model.head.register_forward_pre_hook(lambda module, inputs: None)
+        if case == "a backward hook":
+            model.embed.register_full_backward_hook(lambda module, dx, dy: None)
+        if case == "a hook before the backward":
+            model.head.register_full_backward_pre_hook(lambda module, dy: None)
         if case == "two names of the head":
             model.inner.head = model.head
         alone, head = (model.embed, None) if case == "the model" else (model, "head")
@@ -285,10 +339,11 @@ def replaced(rank: int, world: int) -> list[str]:
 
 def options(rank: int, world: int) -> dict[str, Any]:
     """What a sharded embedding has of the options of torch.nn.Embedding, and what is said where one is set."""
-    model = nn.Sequential(nn.Embedding(40, DIM, norm_type=3.0))
+    model = nn.Sequential(nn.Embedding(40, DIM, norm_type=3.0)).eval()
     names = [name for name in nn.Embedding.__constants__ if hasattr(model[0], name)]
     before = {name: getattr(model[0], name) for name in names}
     hb.distributed.shard_embedding_(model, ranks.mesh(world), tokens=4)
+    assert not any(module.training for module in model.modules())
     found: dict[str, Any] = {"same": {name: getattr(model[0], name) for name in names} == before, "names": names}
     for name, value in (("padding_idx", 0), ("max_norm", 1.0), ("scale_grad_by_freq", True), ("sparse", True)):
         setattr(model[0], name, before[name])
@@ -317,5 +372,27 @@ def refusals(rank: int, world: int) -> list[str]:
                 hb.distributed.shard_embedding_(model, mesh, **options)
             model(torch.tensor(ids))
         except (ValueError, IndexError, TypeError) as error:
+            said.append(f"{type(error).__name__}: {error}")
+    return said
+
+
+def refused_models(rank: int, world: int) -> list[str]:
+    """What is said of meshes, models and ids that cannot be."""
+    mesh, sharded = ranks.mesh(world), nn.Sequential(nn.Embedding(40, DIM), nn.Linear(DIM, 40, bias=False))
+    fully_shard(sharded, mesh=mesh)
+    exchanged = nn.Sequential(nn.Embedding(40, DIM))
+    hb.distributed.shard_embedding_(exchanged, mesh, tokens=4)
+    three = ranks.mesh(1, 1, world, names=("pp", "replicate", "shard"))
+    head_alone = nn.Sequential(sharded[1])
+    said = []
+    for call in (
+        lambda: hb.distributed.shard_embedding_(nn.Sequential(nn.Embedding(40, DIM)), three, tokens=4),
+        lambda: hb.distributed.shard_embedding_(sharded, mesh, tokens=4),
+        lambda: hb.distributed.shard_embedding_(head_alone, mesh, tokens=4, head="0"),
+        lambda: exchanged(torch.tensor([True, False])),
+    ):
+        try:
+            call()
+        except (ValueError, TypeError) as error:
             said.append(f"{type(error).__name__}: {error}")
     return said

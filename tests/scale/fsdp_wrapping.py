@@ -89,6 +89,17 @@ def shorter_than_a_block(rank: int, world: int, rows: int) -> tuple[str, tuple[i
     return " ".join(str(one.message) for one in caught), (row.backward_sent, row.values)
 
 
+def two_shorter_than_a_block(rank: int, world: int) -> str:
+    """What is said of two such weights, of which the second takes more times the bytes of its values."""
+    model = nn.Sequential(nn.Linear(64, 24, bias=False), nn.Linear(24, 16, bias=False))
+    hb.quantize_(model, "nvfp4_mxfp8_bwd", keep=NOTHING_KEPT, state=hb.RunState(0))
+    fully_shard(model, mesh=ranks.mesh(world), mp_policy=BF16)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        hb.distributed.fsdp_gather_nvfp4_(model)
+    return " ".join(str(one.message) for one in caught)
+
+
 def without_its_group(rank: int, world: int) -> tuple[str, str]:
     """What is said of layers that a module further up gathers, beside others and alone."""
     mesh, said = ranks.mesh(world), []

@@ -179,6 +179,12 @@ def test_blocks_that_are_longer_than_ranks_have_rows_are_said_to_take_more_than_
         assert sizes == (2 * 64 * 2 * 33, 128 * 64 * 2) and said == ""
 
 
+def test_of_several_such_weights_the_one_that_takes_most_is_named():
+    """A block of 33 bytes in each of 64 columns for 12 rows, or of 24 columns for 8."""
+    for said in ranks.run(2, fsdp_wrapping.two_shorter_than_a_block):
+        assert "1.weight takes 2.1 times the bytes of its values before the backward" in said and "0.weight" not in said
+
+
 def test_what_a_module_further_up_gathers_stays_in_its_values_and_is_named():
     for beside, alone in ranks.run(2, fsdp_wrapping.without_its_group):
         assert beside.startswith(

@@ -59,6 +59,16 @@ def test_a_resumed_run_samples_the_steps_of_the_whole_one():
     assert statistics.last.step == 8
 
 
+def test_a_model_that_was_moved_is_measured_where_it_is():
+    model = converted("mxfp8")
+    statistics = hb.collect_stats(model, every=1)
+    first = model[0].ledger
+    assert first.device.type == "cpu"
+    model.to("meta")
+    statistics.start_at(3)
+    assert model[0].ledger.device.type == "meta" and model[0].ledger.shape == first.shape
+
+
 def test_evaluation_and_layers_that_did_not_run_are_not_measured():
     model = converted("mxfp8")
     statistics = hb.collect_stats(model)

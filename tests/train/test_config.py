@@ -82,3 +82,16 @@ def test_treatments():
         treatment.treatment_of("nvfp4@most")
     with pytest.raises(ValueError, match="recipe='fp3' is not a preset"):
         treatment.treatment_of("fp3@all")
+
+
+def test_a_run_has_fewer_micro_batches_than_random_places_count():
+    tiny = config.tiny()
+
+    def of(steps: int, accumulate: int) -> config.TrainConfig:
+        data = replace(tiny.data, accumulate=accumulate)
+        return replace(tiny, optim=replace(tiny.optim, steps=steps), data=data)
+
+    assert of(2**31 - 1, 1).optim.steps == 2**31 - 1
+    for steps, accumulate in ((2**31, 1), (2**16, 2**15)):
+        with pytest.raises(ValueError, match=rf"steps={steps}, accumulate={accumulate}: a run has fewer than 2\*\*31"):
+            of(steps, accumulate)

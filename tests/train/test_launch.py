@@ -107,6 +107,7 @@ def test_a_mesh_that_ranks_do_not_fill(mesh, ranks, message):
         ({"dp_shard": 0}, "dp_shard=0: give a number above 0"),
         ({"dp_replicate": -1}, "dp_replicate=-1: give a number above 0"),
         ({"weights": "fp4"}, "weights='fp4': give 'plain' or 'nvfp4'"),
+        ({"tp": 2, "dp_replicate": 2}, "dp_replicate=2: tp=2 goes with FSDP2, not with DDP; give --dp-shard"),
     ],
 )
 def test_a_mesh_of_nonsense(mesh, message):

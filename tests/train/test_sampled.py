@@ -63,3 +63,10 @@ def test_what_is_not_measured_is_said_once_for_each_reason(capsys):
         "stats: not measured: layers.0, layers.1, layers.2 and 2 more: one reason",
         "stats: not measured: head: another",
     ]
+
+
+@pytest.mark.parametrize(("count", "more"), [(2, ""), (3, ""), (4, " and 1 more")])
+def test_three_layers_are_named_and_the_others_counted(capsys, count, more):
+    names = [f"layers.{i}" for i in range(count)]
+    sampled.Unmeasured().write(StepStatistics(step=1, layers=(), unobserved=dict.fromkeys(names, "why")))
+    assert capsys.readouterr().err == f"stats: not measured: {', '.join(names[:3])}{more}: why\n"
