@@ -457,7 +457,7 @@ def main(arguments: list[str]) -> int:
         say(lines[-1])
     if leads:
         facts = machine.facts(device) | ({"commit": options.commit} if options.commit else {})
-        path = results.path_for(facts, options.out, "gather")
+        path = results.claim(facts, options.out, "gather")
         results.write(path, facts | {"world": dist.get_world_size()}, lines)
         print(table(lines), flush=True)
     dist.barrier()

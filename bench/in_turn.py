@@ -211,7 +211,7 @@ def main(arguments: Sequence[str]) -> int:
     facts = machine.facts(torch.device("cuda" if on_gpu else "cpu")) | {"other_commit": machine.commit(options.other)}
     facts |= {"commit": options.commit} if options.commit else {}
     facts |= {"other_commit": options.other_commit} if options.other_commit else {}
-    path = results.path_for(facts, options.out, "turns")
+    path = results.claim(facts, options.out, "turns")
     print(f"{'case':<32}{'shape':<24}{'other µs':>10} {'µs':>10} {'ratio':>8}  of {facts['other_commit']}", flush=True)
     lines: list[dict[str, Any]] = []
 

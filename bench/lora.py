@@ -197,7 +197,7 @@ def main(arguments: list[str]) -> int:
         if device.type == "cuda":
             torch.cuda.empty_cache()
     facts = machine.facts(device) | ({"commit": options.commit} if options.commit else {})
-    path = results.path_for(facts, options.out, "lora")
+    path = results.claim(facts, options.out, "lora")
     results.write(path, facts, lines)
     return 0
 

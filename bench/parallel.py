@@ -398,7 +398,7 @@ def main(arguments: list[str]) -> int:
         lines += made
     if leads:
         facts = machine.facts(device) | ({"commit": options.commit} if options.commit else {})
-        path = results.path_for(facts, options.out, "parallel")
+        path = results.claim(facts, options.out, "parallel")
         results.write(path, facts | {"world": world}, lines)
         print(table(lines), flush=True)
     dist.barrier()

@@ -55,8 +55,8 @@ class Result:
         return values | {"checked": list(out.checked), **others, **out.facts}
 
 
-def path_for(facts: dict[str, Any], folder: Path = FOLDER, kind: str = "") -> Path:
-    """Return a new, empty file, named after its kind, device, time and commit.
+def claim(facts: dict[str, Any], folder: Path = FOLDER, kind: str = "") -> Path:
+    """Make a new, empty file, named after its kind, device, time and commit, and return it.
 
     The name is this process's own: of several that began in one second, each but the first takes the next free second.
     """

@@ -91,7 +91,7 @@ def run(cases: Iterable[Case], device: torch.device, options: argparse.Namespace
             print(results.line(result), flush=True)
             yield result.as_json()
 
-    path = results.path_for(facts, options.out)
+    path = results.claim(facts, options.out)
     results.write(path, facts, lines())
     return done, path
 

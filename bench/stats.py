@@ -134,7 +134,7 @@ def main(arguments: list[str]) -> int:
         if device.type == "cuda":
             torch.cuda.empty_cache()
     facts = machine.facts(device) | ({"commit": options.commit} if options.commit else {})
-    path = results.path_for(facts, options.out, "stats")
+    path = results.claim(facts, options.out, "stats")
     results.write(path, facts, lines)
     return 0 if all(line["losses_equal"] for line in lines) else 1
 

@@ -337,7 +337,7 @@ def main(arguments: list[str]) -> int:
         record(partial(bitwise, options.bitwise, options.steps, tuple(options.bitwise_tokens), device, left))
     if leads:
         facts = machine.facts(device) | ({"commit": options.commit} if options.commit else {})
-        path = results.path_for(facts, options.out, "zero")
+        path = results.claim(facts, options.out, "zero")
         results.write(path, facts | {"world": dist.get_world_size()}, lines)
     dist.barrier()
     dist.destroy_process_group()

@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.torch_version import TorchVersion
 
 from halfbyte.distributed.fixed_rows import ID_BYTES, WRONG, FixedRows, raise_out_of_range, refuse_wrong
 from halfbyte.distributed.scales import all_gather
@@ -16,6 +17,12 @@ from halfbyte.layout import ceil_div
 CALL = "shard_embedding_"
 OPTIONS = {"padding_idx": None, "max_norm": None, "scale_grad_by_freq": False, "sparse": False}
 """What of torch.nn.Embedding changes rows or gradients: where one is set, FSDP2 gathers the embedding."""
+
+SUMS_IN_WEIGHTS_DTYPE = TorchVersion(torch.__version__) >= "2.15"
+"""Whether FSDP2 reduces gradients in the dtype of weights where a policy has no reduce_dtype, and not in param_dtype.
+
+Of torch 2.15: `torch.distributed.fsdp.MixedPrecisionPolicy`.
+"""
 
 
 def _problem_of(ids: Any) -> TypeError | None:
@@ -28,7 +35,7 @@ def _problem_of(ids: Any) -> TypeError | None:
 
 
 class RowPrecision(NamedTuple):
-    """What rows travel in, and what their gradients are summed in."""
+    """What rows travel in, and what their gradients are summed in: both as FSDP2 has them under a policy."""
 
     rows: torch.dtype
     gradients: torch.dtype
@@ -36,7 +43,8 @@ class RowPrecision(NamedTuple):
     @classmethod
     def of(cls, weight: Tensor, policy: Any) -> RowPrecision:
         rows = getattr(policy, "param_dtype", None) or weight.dtype
-        return cls(rows, getattr(policy, "reduce_dtype", None) or rows)
+        unset = weight.dtype if SUMS_IN_WEIGHTS_DTYPE else rows
+        return cls(rows, getattr(policy, "reduce_dtype", None) or unset)
 
     def size_of(self, weight: Tensor) -> int:
         """Return the bytes of a weight's gather and of the reduction of its gradient."""

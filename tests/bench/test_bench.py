@@ -195,7 +195,7 @@ def test_plot_draws_every_panel(tmp_path):
 
 def test_processes_that_begin_in_one_second_write_a_file_each(tmp_path):
     facts = {"device": "NVIDIA H200", "commit": "abc+", "time": "2026-12-31T23:59:59+00:00"}
-    paths = [results.path_for(facts, tmp_path / "new", kind) for kind in ("", "", "zero", "")]
+    paths = [results.claim(facts, tmp_path / "new", kind) for kind in ("", "", "zero", "")]
     names = [path.name for path in paths]
     assert names == [
         "nvidia-h200-20261231T235959-abc.jsonl",
