@@ -51,6 +51,15 @@ class RowPrecision(NamedTuple):
         return weight.numel() * (self.rows.itemsize + self.gradients.itemsize)
 
 
+def has_own_dtype(weight: Any, policy: Any) -> bool:
+    """Whether FSDP2 gathers a weight, or keeps its gradients, in a dtype apart from a policy's, as torch 2.15 can."""
+    choose = getattr(policy, "param_dtype_override_fn", None)
+    own = None if choose is None else choose(weight)
+    return (
+        own not in (None, policy and policy.param_dtype) or getattr(weight, "grad_dtype", weight.dtype) != weight.dtype
+    )
+
+
 class ShardedEmbedding(nn.Module):
     """An embedding of which this rank keeps the rows that FSDP2 would leave it.
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 
 import ranks
@@ -239,6 +240,12 @@ def choices(rank: int, world: int) -> list[str]:
     plain += [nn.Embedding(40, DIM, scale_grad_by_freq=True), nn.Embedding(40, DIM, sparse=True)]
     found = [hb.distributed.shard_embedding_(model, mesh, tokens=8) for model in (tied, nn.Sequential(*plain))]
     assert not any(handle.params for handle in found)
+    apart = nn.Sequential(nn.Embedding(40, DIM), nn.Linear(DIM, 40, bias=False))
+    of_one = SimpleNamespace(param_dtype=torch.bfloat16, param_dtype_override_fn=lambda weight: torch.float32)
+    of_none = SimpleNamespace(param_dtype=torch.bfloat16, param_dtype_override_fn=lambda weight: None)
+    found += [hb.distributed.shard_embedding_(apart, mesh, tokens=8, head="1", policy=of_one)]
+    apart[0].weight.grad_dtype = torch.bfloat16
+    found += [hb.distributed.shard_embedding_(apart, mesh, tokens=8, head="1", policy=of_none)]
     return [row.reason for handle in found for row in handle.rows]
 
 

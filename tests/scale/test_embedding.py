@@ -80,10 +80,12 @@ def test_what_a_head_tied_to_it_exchanges_counts_beside_rows():
 
 def test_a_gather_is_chosen_where_it_is_fewer_bytes_or_others_read_the_weight():
     for rank in ranks.run(2, embedding_checks.choices):
-        tied, padded, scaled, small, by_frequency, sparse = rank
+        tied, padded, scaled, small, by_frequency, sparse, *apart = rank
         assert tied.startswith("other modules have it too") and padded.startswith("padding_idx")
         assert scaled.startswith("max_norm") and small == "8 tokens may name as many bytes as its 6 rows have"
         assert by_frequency == sparse == "its gradients are scaled by frequency, or sparse"
+        own = "it or its gradients have a dtype of their own (param_dtype_override_fn, grad_dtype)"
+        assert apart == [own, own, own, ""], "embedding and head, whose policy says so; an embedding alone"
 
 
 def test_of_as_many_bytes_the_way_without_waiting_is_not_taken():
