@@ -222,3 +222,19 @@ def test_a_bias_of_fp32_beside_weights_of_fewer_bits(recipe, dtype):
     torch.testing.assert_close(db, dy.to(dtype).float().flatten(0, -2).sum(0), rtol=1e-5, atol=1e-5)
     activated = linear_activation(x, Layers([w], [bias], [None], [None], [None], [RNG]), "relu2", recipe)[0]
     torch.testing.assert_close(activated, y.relu().square(), rtol=2e-2, atol=1e-3)
+
+
+@pytest.mark.parametrize("written", ["weight", "x"])
+def test_a_write_to_what_a_backward_in_high_precision_reads_is_refused_in_torchs_words(written):
+    """Values that turn for it are views made without gradients, of which torch says something else."""
+    for layer in (
+        hb.nn.Linear(32, 48, recipe="nvfp4_forward"),
+        hb.nn.GroupedLinear(2, 32, 48, recipe="nvfp4_forward"),
+    ):
+        ends = () if isinstance(layer, hb.nn.Linear) else (torch.tensor([8, 16]),)
+        inner = torch.randn(16, 32, requires_grad=True) * 1
+        y = layer(inner, *ends)
+        with torch.no_grad():
+            (layer.weight if written == "weight" else inner).mul_(2)
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            y.sum().backward()
