@@ -12,6 +12,7 @@ from torch.torch_version import TorchVersion
 
 from halfbyte.distributed.fixed_rows import ID_BYTES, WRONG, FixedRows, raise_out_of_range, refuse_wrong
 from halfbyte.distributed.scales import all_gather
+from halfbyte.functional.foreign import is_sharded
 from halfbyte.layout import ceil_div
 
 CALL = "shard_embedding_"
@@ -25,13 +26,27 @@ Of torch 2.15: `torch.distributed.fsdp.MixedPrecisionPolicy`.
 """
 
 
-def _problem_of(ids: Any) -> TypeError | None:
-    """Return why ids cannot name rows, None if they can."""
+def _problem_of(ids: Any, device: torch.device) -> TypeError | ValueError | None:
+    """Return why ids cannot name rows that lie on a device, None if they can."""
     if not isinstance(ids, Tensor):
         return TypeError(f"ids={ids!r}: give an int64 tensor")
-    if ids.dtype == torch.bool or ids.dtype.is_floating_point:  # which would be rounded to the row of another
+    if is_sharded(ids):
+        return TypeError("ids is a DTensor: give the tokens of this rank, ids.to_local()")
+    if ids.dtype == torch.bool or ids.dtype.is_floating_point or ids.dtype.is_complex:  # rounded: the row of another
         return TypeError(f"ids.dtype={ids.dtype}: rows are named by integers; give int64")
+    if ids.device != device:
+        return ValueError(f"ids.device={ids.device}: rows lie on {device}; move ids there")
     return None
+
+
+def _count(ids: Any) -> int:
+    """Return for how many tokens the others have room in their messages, if they are given as many as this rank."""
+    if not isinstance(ids, Tensor):
+        try:
+            ids = torch.as_tensor(ids)
+        except (TypeError, ValueError, RuntimeError):
+            return 0
+    return ids.numel()
 
 
 class RowPrecision(NamedTuple):
@@ -123,13 +138,14 @@ class ShardedEmbedding(nn.Module):
         return self._rows_of(ids)
 
     def _rows_of(self, ids: Tensor) -> Tensor:
-        problem = _problem_of(ids)
+        weight: Any = self.weight
+        local = weight.to_local()
+        problem = _problem_of(ids, local.device)
         if problem is not None:
-            self.tell_of_failure(ids.numel() if isinstance(ids, Tensor) else 0)
+            self.tell_of_failure(_count(ids))
             raise problem
-        local: Any = self.weight
         kind = _Rows if self._tokens is None else FixedRows
-        return kind.apply(self, ids, local.to_local()).view(*ids.shape, self.embedding_dim)
+        return kind.apply(self, ids.reshape(-1).long(), local).view(*ids.shape, self.embedding_dim)
 
     def room(self, tokens: int) -> int:
         """Return for how many tokens a message of one size has room, if this rank has so many now."""
@@ -228,11 +244,11 @@ class _Asked(NamedTuple):
 
 
 class _Rows(torch.autograd.Function):
-    """The rows [ids, dim] of a batch; their gradients reach those that keep them."""
+    """The rows [ids, dim] of a batch, int64 [ids]; their gradients reach those that keep them."""
 
     @staticmethod
     def forward(ctx: Any, embedding: ShardedEmbedding, ids: Tensor, local: Tensor) -> Tensor:
-        named, place = torch.unique(ids.reshape(-1), return_inverse=True)
+        named, place = torch.unique(ids, return_inverse=True)
         ctx.embedding, ctx.asked = embedding, embedding.ask(named)
         ctx.save_for_backward(named, place, local)
         return F.embedding(place, embedding.fetch(ctx.asked, local))

@@ -192,7 +192,7 @@ def outputs_of(
 def run_call(call: Call | None, tensors: tuple, x_shape: torch.Size, n: int) -> tuple[Tensor, ...]:
     """Return the outputs of what `prepare` returned for x of this shape and n weights."""
     if call is None:
-        return tuple(F.linear(tensors[0], w, b) for w, b in zip(tensors[1 : n + 1], tensors[n + 1 :], strict=True))
+        return in_high_precision(tensors[0], tensors[1 : n + 1], tensors[n + 1 :])
     if torch.compiler.is_compiling():
         outputs = _SharedLinear.apply(call, *tensors)
     elif call.request.save:
@@ -204,6 +204,15 @@ def run_call(call: Call | None, tensors: tuple, x_shape: torch.Size, n: int) -> 
     if len(x_shape) == 2:
         return outputs
     return tuple([y if y.shape[:-1] == x_shape[:-1] else from_rows(y, x_shape) for y in outputs])
+
+
+def in_high_precision(x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None]) -> tuple[Tensor, ...]:
+    """Return x @ w.T + bias for every weight, as torch does; a bias of another dtype is added in the wider one."""
+    found = []
+    for w, b in zip(weights, biases, strict=True):
+        is_apart = b is not None and b.dtype != x.dtype
+        found.append((F.linear(x, w) + b).to(x.dtype) if is_apart else F.linear(x, w, b))
+    return tuple(found)
 
 
 def _shaped(request: Request, outputs: tuple[Tensor, ...], x_shape: torch.Size) -> tuple[Tensor, ...]:
@@ -261,8 +270,7 @@ def prepare(
             is_frozen[i], cached[i] = True, frozen_operands(w, recipe, dtype or x.dtype, cached[i])
     if dtype is not None:
         x, weights, biases = cast_inputs(dtype, x, weights, biases, [covers(c, recipe) for c in cached])
-    is_plain = len(recipe.specs) == 0 and out_dtype in (None, x.dtype) and not any(is_frozen)
-    if is_plain and all(g is None for g in grads) and all(b is None or b.dtype == x.dtype for b in biases):
+    if not recipe.specs and out_dtype in (None, x.dtype) and not any(is_frozen) and all(g is None for g in grads):
         check_call(x, weights, biases, recipe, grads, cached)
         places_of(rng, n, recipe)
         return None, (x, *weights, *biases)

@@ -120,10 +120,6 @@ class Linear(LinearLayer, nn.Linear):
         """
         if self.shared_input is not None:
             return self.shared_input.output(self, input, call)
-        if type(input) not in PLAIN and not torch.compiler.is_compiling():
-            together = getattr(input, _TOGETHER, None)
-            if together is not None:
-                return together.output(self, input, call)
         return run_alone(input, self, call)
 
     def extra_repr(self) -> str:
@@ -136,7 +132,8 @@ def forward_shared(x: Tensor, modules: Sequence[nn.Module], call: int = 0) -> tu
     Args:
         x: [..., in_features].
         modules: hb.nn.Linear layers of one recipe without hooks share, and those of which ranks hold parts under
-            torch's own styles, whose hooks lay x and outputs out; any others are called one by one.
+            torch's own styles, whose hooks lay x and outputs out; any others are called one by one. Outputs of layers
+            that share are one graph: go back from all of them at once, or keep it.
         call: as for `Linear.forward`.
 
     Returns:
@@ -149,79 +146,85 @@ def forward_shared(x: Tensor, modules: Sequence[nn.Module], call: int = 0) -> tu
     if not modules:
         raise ValueError(f"modules={modules!r}: give at least one layer")
     check_run_number(call)
-    layers = [m for m in modules if isinstance(m, Linear)]
     if shareable(modules):
+        layers: Any = modules
         return run_shared(x, layers, call, _handed_over(x, layers[0], call))
-    is_one_run = _are_parts_alike(modules) and _read_alike(x, layers)
-    if is_one_run:
-        setattr(x, _TOGETHER, _Together(layers))
-    try:
-        return tuple(m(x, call=call) if call and isinstance(m, LinearLayer) else m(x) for m in modules)
-    finally:
-        if is_one_run:
-            delattr(x, _TOGETHER)
+    if not all(type(module) is Linear and is_sharded(module.weight) for module in modules):
+        return tuple(_called(module, x, call) for module in modules)
+    if torch.compiler.is_compiling():  # whose layers would run eagerly one by one
+        from halfbyte.functional.eager import eagerly
+
+        return eagerly(_of_parts, (x, modules, call), {})
+    return _of_parts(x, modules, call)
 
 
-_TOGETHER = "_halfbyte_together"
+def _called(module: Any, x: Tensor, call: int) -> Any:
+    return module(x, call=call) if call and isinstance(module, LinearLayer) else module(x)
 
 
-class _Together:
-    """One run of layers of which ranks hold parts, attached to the x of all: the first computes the outputs of all.
-
-    Each is called itself, with its hooks, and is handed its output if it is given that very x and nothing was written
-    to meanwhile; else it runs alone.
-    """
-
-    def __init__(self, layers: Sequence[Linear]) -> None:
-        self._layers, self._state = layers, ()
-        self._made: dict[int, Tensor] = {}
-
-    def output(self, layer: Linear, x: Any, call: int) -> Tensor:
-        if layer is self._layers[0] and not self._state:
-            y, *others = run_shared(x, self._layers, call, None)
-            self._made = dict(zip(map(id, self._layers[1:]), others, strict=True))
-            self._state = _state_of(x, self._layers, call)
-            return y
-        y = self._made.pop(id(layer), None)
-        is_same = y is not None and _state_of(x, self._layers, call) == self._state
-        return y if is_same else run_alone(x, layer, call)
-
-    def __reduce__(self) -> tuple:
-        return type(None), ()  # copies of the tensor that it is attached to
+def _of_parts(x: Any, modules: Sequence[Any], call: int) -> tuple[Tensor, ...]:
+    """Return what forward_shared does of layers of whose weights ranks hold parts."""
+    if not _are_alike(modules) or any(_has_other_hooks(layer) for layer in modules):
+        return tuple(_called(layer, x, call) for layer in modules)
+    given: list[Any] = [x] * len(modules)
+    for i, layer in enumerate(modules):
+        for before in layer._forward_pre_hooks.values():
+            laid_out = before(layer, (given[i],))
+            given[i] = given[i] if laid_out is None else laid_out
+    first = given[0]
+    weights = [layer.weight for layer in modules]
+    if any(one is not first for one in given) or not are_sharded(first) or _are_apart(first, *weights):
+        outputs = [layer.forward(one, call) for layer, one in zip(modules, given, strict=True)]
+    else:
+        outputs = list(run_shared(first, modules, call, None))
+    for i, layer in enumerate(modules):
+        for after in layer._forward_hooks.values():
+            laid_out = after(layer, (given[i],), outputs[i])
+            outputs[i] = outputs[i] if laid_out is None else laid_out
+    return tuple(outputs)
 
 
-def _are_parts_alike(modules: Sequence[nn.Module]) -> bool:
-    """Whether modules are layers of one recipe of whose weights ranks hold the same part."""
-    first: Any = modules[0]
-    if torch.compiler.is_compiling() or len(set(map(id, modules))) < len(modules):
+def _are_alike(layers: Sequence[Any]) -> bool:
+    """Whether layers, each there once, follow one recipe, and ranks hold the same part of their weights."""
+    first = layers[0]
+    if len(set(map(id, layers))) < len(layers) or not first.recipe.specs:
         return False
-    for module in modules:
-        weight: Any = module._parameters.get("weight")
-        if type(module) is not Linear or module.entry is not None or module.shared_input is not None:
-            return False
-        if not is_sharded(weight) or weight.placements != first._parameters["weight"].placements:
-            return False
-        if module is not first and module.recipe != first.recipe:
-            return False
-    return bool(first.recipe.specs)
-
-
-def _read_alike(x: Any, layers: Sequence[Linear]) -> bool:
-    """Whether x and the weights lie on one mesh, and changes of them can be told."""
-    tensors: list[Any] = [x, *[layer.weight for layer in layers]]
-    if not are_sharded(*tensors) or any(t.device_mesh != x.device_mesh for t in tensors):
-        return False
-    return not any(t.is_inference() or t._local_tensor.is_inference() for t in tensors)
-
-
-def _state_of(x: Any, layers: Sequence[Linear], call: int) -> tuple:
-    """Return what differs where the outputs of layers, which may share an amax, would be others."""
-    found = [call, torch.is_grad_enabled(), x._local_tensor._version]
     for layer in layers:
-        weight: Any = layer.weight
-        here = weight._local_tensor
-        found += (id(weight), weight._version, here._version, here.data_ptr(), id(layer.bias), id(layer.recipe))
-    return tuple(found)
+        if layer.entry is not None or layer.shared_input is not None:
+            return False
+        if layer.weight.placements != first.weight.placements or layer.recipe != first.recipe:
+            return False
+    return True
+
+
+def _are_apart(*tensors: Any) -> bool:
+    """Whether DTensors lie on several meshes."""
+    return any(tensor.device_mesh != tensors[0].device_mesh for tensor in tensors)
+
+
+_STYLES = "torch.distributed.tensor.parallel.style"
+
+
+def _has_other_hooks(module: nn.Module) -> bool:
+    """Whether calling a module does more than torch's tensor-parallel styles have it do, to lay out x and the output.
+
+    These put functions of theirs into hooks of `distribute_module`; what other hooks do may need the call itself.
+    """
+    hooks = [*module._forward_pre_hooks.values(), *module._forward_hooks.values()]
+    backward = module._backward_hooks or module._backward_pre_hooks
+    if backward or module._forward_hooks_with_kwargs or module._forward_pre_hooks_with_kwargs:
+        return True
+    return "forward" in vars(module) or not all(map(_is_of_style, hooks))
+
+
+def _is_of_style(hook: Any) -> bool:
+    code = getattr(hook, "__code__", None)
+    held = dict(zip(code.co_freevars, hook.__closure__ or (), strict=True)) if code is not None else {}
+    for name in ("input_fn", "output_fn"):
+        if name in held:
+            function = held[name].cell_contents
+            return getattr(function, "func", function).__module__ == _STYLES
+    return False
 
 
 def run_alone(x: Tensor, layer: LinearLayer, call: int) -> Tensor:

@@ -196,6 +196,8 @@ class SharedInput:
         layers = self.layers
         index = next((i for i, other in enumerate(layers) if other is layer), None)
         known = self._known(x)
+        if known is not self._traced and self._traced.computed is not None and not torch.compiler.is_compiling():
+            self._traced.computed = None  # of a compiled sibling: nobody eager asks for it, and it would stay alive
         computed = known.computed
         if (
             index

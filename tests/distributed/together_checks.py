@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -10,8 +10,15 @@ import ranks
 import torch
 from meeting_checks import met
 from torch import Tensor, nn
+from torch.distributed._composable import checkpoint as checkpoint_module
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
-from torch.distributed.tensor.parallel import ColwiseParallel, PrepareModuleInput, parallelize_module
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    PrepareModuleInput,
+    RowwiseParallel,
+    parallelize_module,
+)
+from torch.utils.checkpoint import checkpoint
 
 import halfbyte as hb
 
@@ -100,20 +107,127 @@ def bits(rank: int, world: int) -> list[str]:
     return [problem for one in ranks.gathered(problems) for problem in one]
 
 
-def meetings(rank: int, world: int) -> list[tuple[int, int]]:
+def one_by_one(model: Projections, x: Any) -> tuple[Tensor, ...]:
+    return tuple(layer(x) for layer in model.layers)
+
+
+def replicated(mesh: Any) -> Any:
+    return in_parts(tokens(0, torch.float32), mesh).redistribute(placements=(Replicate(),)).detach().requires_grad_()
+
+
+def meetings_of(mesh: Any, run: Callable[[Projections, Any], Any], model: Projections) -> tuple[int, int]:
+    """Return how often ranks meet in a forward and in a backward."""
+    x = replicated(mesh)
+    ys, forward = met(lambda: run(model, x))
+    _, backward = met(sum(y.sum() for y in ys).backward)
+    return forward, backward
+
+
+class OwnStyle(ColwiseParallel):
+    @staticmethod
+    def _prepare_input_fn(given: Any, wanted: Any, layer: Any, inputs: Any, mesh: Any) -> Any:
+        return ColwiseParallel._prepare_input_fn(given, wanted, layer, inputs, mesh)
+
+
+def other_recipe(mesh: Any) -> Projections:
+    model = shared(mesh, "nvfp4")
+    model.k_proj.recipe = hb.recipes.get("nvfp4_mxfp8_bwd")
+    return model
+
+
+def hooked(mesh: Any) -> Projections:
+    model = shared(mesh, "nvfp4")
+    model.k_proj.register_forward_hook(lambda layer, x, y: None)
+    return model
+
+
+def hooked_behind(mesh: Any) -> Projections:
+    model = shared(mesh, "nvfp4")
+    model.k_proj.register_full_backward_hook(lambda layer, dx, dy: None)
+    return model
+
+
+def own_style(mesh: Any) -> Projections:
+    model = projections("nvfp4")
+    for name in ROWS:
+        parallelize_module(model.get_submodule(name), mesh, OwnStyle(), src_data_rank=None)
+    return model
+
+
+def other_placement(mesh: Any) -> Projections:
+    model = projections("nvfp4")
+    for name in ROWS:
+        style = ColwiseParallel() if name != "v_proj" else RowwiseParallel(input_layouts=Replicate())
+        parallelize_module(model.get_submodule(name), mesh, style, src_data_rank=None)
+    return model
+
+
+def meetings(rank: int, world: int) -> dict[str, tuple[int, int]]:
     """Return how often ranks meet in a forward and in a backward, of layers together and of layers one by one."""
-    mesh, found = ranks.mesh(world), []
-    for run in (Projections.forward, lambda model, x: tuple(layer(x) for layer in model.layers)):
-        model = shared(mesh, "nvfp4")
-        x = in_parts(tokens(0, torch.float32), mesh).redistribute(placements=(Replicate(),))
-        ys, forward = met(lambda run=run, model=model, x=x: run(model, x))
-        _, backward = met(sum(y.sum() for y in ys).backward)
-        found.append((forward, backward))
-    return found
+    mesh = ranks.mesh(world)
+    together = {"together": Projections.forward, "one by one": one_by_one, "twice": twice}
+    found = {name: meetings_of(mesh, run, shared(mesh, "nvfp4")) for name, run in together.items()}
+    apart = (other_recipe, hooked, hooked_behind, own_style, other_placement)
+    return found | {make.__name__: meetings_of(mesh, Projections.forward, make(mesh)) for make in apart}
+
+
+def twice(model: Projections, x: Any) -> tuple[Tensor, ...]:
+    return hb.nn.forward_shared(x, (model.q_proj, model.k_proj, model.q_proj))
+
+
+def stepped(mesh: Any, model: Projections, run: Callable[[Projections, Any], Any]) -> list[Tensor]:
+    """Return the outputs and gradients of a step."""
+    x = replicated(mesh)
+    ys = run(model, x)
+    torch.autograd.backward([(y * torch.linspace(-1, 1, y.shape[-1], device=y.device)).sum() for y in ys])
+    return [*ys, x.grad.to_local(), *[p.grad.to_local() for p in model.parameters()]]
+
+
+def checkpointed(model: Projections, x: Any) -> tuple[Tensor, ...]:
+    return checkpoint(model.forward, x, use_reentrant=False)
+
+
+def ways(rank: int, world: int) -> list[str]:
+    """Return what differs from `forward_shared`: compiled, recomputed, in threads, and behind torch's checkpoints."""
+    mesh, problems = ranks.mesh(world), []
+    for recipe in ("nvfp4", "quartet2"):
+        wanted = stepped(mesh, shared(mesh, recipe, True), Projections.forward)
+        compiled = torch.compile(Projections.forward, backend="eager")
+        for name, run in (("compiled", compiled), ("checkpoint", checkpointed)):
+            found = stepped(mesh, shared(mesh, recipe, True), run)
+            if not all(torch.equal(a, b) for a, b in zip(found, wanted, strict=True)):
+                problems.append(f"{recipe}, {name}")
+    model = shared(mesh, "mxfp8", True)
+    for layer in model.layers:
+        checkpoint_module(layer)
+    found, alone = (stepped(mesh, m, Projections.forward) for m in (model, shared(mesh, "mxfp8", True)))
+    if not all(torch.allclose(a, b, rtol=1e-5, atol=1e-5) for a, b in zip(found, alone, strict=True)):
+        problems.append("layers behind a checkpoint each")
+    x, kept = replicated(mesh).detach(), [None, None]
+    models = [shared(mesh, "nvfp4"), shared(mesh, "mxfp8")]
+    with torch.no_grad():
+        expected = [model.forward(x) for model in models]
+        barrier = threading.Barrier(2, timeout=30)
+
+    def run_on_x(index: int) -> None:
+        with torch.no_grad():
+            barrier.wait()
+            kept[index] = [models[index].forward(x) for _ in range(5)]
+
+    threads = [threading.Thread(target=run_on_x, args=(index,)) for index in range(2 if world == 1 else 0)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    for index in range(len(threads)):
+        for ys in kept[index] or [()]:
+            if not all(torch.equal(a, b) for a, b in zip(ys, expected[index], strict=True)):
+                problems.append("threads")
+    return [problem for one in ranks.gathered(problems) for problem in one]
 
 
 def hooks(rank: int, world: int) -> list[str]:
-    """Return what is wrong where hooks of a layer change what it would have computed with the first, or only look."""
+    """Return what is wrong where hooks of k change x, its parameters or how it computes, beside layers one by one."""
     mesh, problems = ranks.mesh(world), []
 
     def other_x(layer: Any, inputs: tuple) -> tuple:
@@ -122,14 +236,14 @@ def hooks(rank: int, world: int) -> list[str]:
     def same_memory(layer: Any, inputs: tuple) -> None:
         inputs[0]._local_tensor.mul_(3)
 
+    def same_tensor(layer: Any, inputs: tuple) -> None:
+        inputs[0].mul_(3)
+
     def writes(layer: Any, inputs: tuple) -> None:
         layer.weight.mul_(3)
 
-    def writes_here(layer: Any, inputs: tuple) -> None:
-        layer.weight._local_tensor.mul_(3)
-
-    def renews(layer: Any, inputs: tuple) -> None:
-        layer.weight = nn.Parameter(layer.weight.detach() * 3)
+    def adds_to_bias(layer: Any, inputs: tuple) -> None:
+        layer.bias._local_tensor.add_(3)
 
     def swaps(layer: Any, inputs: tuple) -> None:
         layer.weight._local_tensor.data = layer.weight._local_tensor.clone() * 3
@@ -137,33 +251,23 @@ def hooks(rank: int, world: int) -> list[str]:
     def follows(layer: Any, inputs: tuple) -> None:
         layer.recipe = hb.recipes.get("mxfp8")
 
-    changes: list[Callable[[Any, tuple], Any]] = [other_x, same_memory, writes, writes_here, renews, swaps, follows]
-    for change in changes:
+    def nests(layer: Any, inputs: tuple) -> None:
+        hb.nn.forward_shared(inputs[0], model.layers[:1])
+
+    for change in (other_x, same_memory, same_tensor, writes, adds_to_bias, swaps, follows, nests):
         found = []
-        for is_one_by_one in (False, True):
-            model = shared(mesh, "nvfp4")
+        for run in (Projections.forward, one_by_one):
+            model = shared(mesh, "nvfp4", True)
             model.k_proj.register_forward_pre_hook(change)
-            x = in_parts(tokens(0, torch.float32), mesh).redistribute(placements=(Replicate(),)).detach().clone()
             with torch.no_grad():
-                one_by_one = is_one_by_one and tuple(layer(x) for layer in model.layers)
-                found.append(one_by_one or hb.nn.forward_shared(x, model.layers))
+                found.append(run(model, replicated(mesh).detach().clone()))
         if not all(torch.equal(a, b) for a, b in zip(*found, strict=True)):
             problems.append(f"{change.__name__}: not seen")
     seen: list[str] = []
     model = shared(mesh, "nvfp4")
     for name, layer in zip(ROWS, model.layers, strict=True):
         layer.register_forward_hook(lambda layer, x, y, name=name: seen.append(name))
-    y = model(in_parts(tokens(0, torch.float32), mesh))
+    model(in_parts(tokens(0, torch.float32), mesh))
     if seen != list(ROWS):
         problems.append(f"hooks ran for {seen}")
-
-    def fails(layer: Any, inputs: tuple) -> None:
-        raise RuntimeError("no")
-
-    model.v_proj.register_forward_pre_hook(fails)
-    x = in_parts(tokens(0, torch.float32), mesh).redistribute(placements=(Replicate(),)).detach()
-    with contextlib.suppress(RuntimeError):
-        hb.nn.forward_shared(x, model.layers)
-    if vars(x).keys() & {"_halfbyte_together"} or len(y) != len(ROWS):
-        problems.append("a hook failed, and something is left")
     return [problem for one in ranks.gathered(problems) for problem in one]

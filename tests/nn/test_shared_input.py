@@ -1,12 +1,15 @@
 """Siblings of a fused model: outputs that the first computed for all, and what happened before they were asked for."""
 
+import gc
 import threading
+import weakref
 
 import pytest
 import torch
 from torch import nn
 
 import halfbyte as hb
+from halfbyte.nn import linear
 
 
 class Attention(nn.Module):
@@ -108,3 +111,37 @@ def test_threads_that_run_one_model_know_what_they_computed_themselves(signs):
         thread.join()
     for ours, alone in zip(found, wanted, strict=True):
         assert all(torch.equal(a, b) for a, b in zip(ours, alone, strict=True))
+
+
+def test_the_first_sibling_computes_for_all_and_keeps_nothing():
+    """One pass a call of three layers, of each x anew; of the outputs nothing stays, nor of an x that all have read."""
+    model, passes = fused(), []
+    outputs_of = linear.outputs_of
+
+    def counted(x, layers, *rest):
+        passes.append(len(layers.weights))
+        return outputs_of(x, layers, *rest)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(linear, "outputs_of", counted)
+        for _ in range(2):
+            x = torch.randn(16, 32)
+            ys = [layer(x) for layer in (model.self_attn.q_proj, model.self_attn.k_proj, model.self_attn.v_proj)]
+    assert passes == [3, 3]
+    alive = [weakref.ref(tensor) for tensor in (x, *ys)]
+    del x, ys
+    gc.collect()
+    assert [ref() for ref in alive] == [None] * 4
+
+
+@pytest.mark.timeout(120)
+def test_what_a_compiled_sibling_computed_does_not_outlive_eager_ones():
+    attention = fused().self_attn
+    compiled = torch.compile(attention.q_proj, backend="eager")
+    x = torch.randn(16, 32)
+    with torch.no_grad():
+        ys = compiled(x), attention.k_proj(x), attention.v_proj(x)
+    alive = [weakref.ref(tensor) for tensor in (x, *ys)]
+    del x, ys
+    gc.collect()
+    assert [ref() for ref in alive] == [None] * 4

@@ -282,17 +282,23 @@ def wrong_on_one(rank: int, world: int) -> list[str]:
     """What is said where rank 1 alone asks for what is no row of 41, which ranks do not divide."""
     said = []
     right = torch.tensor([0, 40])
+    mesh = ranks.mesh(world)
+    in_parts = DTensor.from_local(right, mesh, run_check=False)
+    wrongs = [torch.tensor([3, 41]), torch.tensor([-1]), torch.tensor([0.5]), torch.tensor([True]), [0, 1], None]
+    wrongs += [torch.tensor([1j]), right.to("meta"), in_parts]
     for way in WAYS:
         model = nn.Sequential(nn.Embedding(41, DIM))
         with exchanging(way):
-            hb.distributed.shard_embedding_(model, ranks.mesh(world), tokens=4)
-        for wrong in (torch.tensor([3, 41]), torch.tensor([-1]), torch.tensor([0.5]), torch.tensor([True]), [0, 1]):
+            hb.distributed.shard_embedding_(model, mesh, tokens=4)
+        for wrong in (*wrongs, [0] * 9):
             try:
-                model(wrong if rank == 1 else right)
+                model(wrong if rank == 1 else right.repeat(5)[:9] if wrong == [0] * 9 else right)
                 said.append("nothing")
-            except (IndexError, TypeError) as error:
+            except (IndexError, TypeError, ValueError) as error:
                 said.append(f"{type(error).__name__}: {error}")
-        assert model(right).shape == (2, DIM), "and goes on"
+        dtype = (torch.int64, torch.int32, torch.int16, torch.uint8)[rank]
+        whole = model[0].weight.full_tensor()
+        assert torch.equal(model(right.to(dtype)), whole[right]), "and goes on, of any integers on any rank"
     return said
 
 
