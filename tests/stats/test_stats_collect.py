@@ -166,6 +166,25 @@ def test_noise_beyond_the_gradient_is_warned_of_once():
         assert [said in str(one.message) for one in caught] == [True] * expected
 
 
+def test_the_noisiest_layers_are_named_first():
+    """Six layers with gradients that cancel over tokens, as in the test above, with the same mean: four are named."""
+    torch.manual_seed(0)
+    model = nn.ModuleList(nn.Linear(32, 32, bias=False) for _ in range(6))
+    hb.quantize_(model, "naive_fp4", keep=hb.Keep(names=(), last_fraction=0))
+    statistics = hb.collect_stats(model, every=1)
+    x = torch.randn(32, 32).repeat_interleave(2, 0)
+    for layer, rest in zip(model, (0.01, 0.1, 0.03, 0.003, 0.05, 0.02), strict=True):
+        dy = torch.randn(64, 32)
+        dy[1::2] = -dy[::2]
+        layer(x).backward(dy / rest + 1)
+    with pytest.warns(UserWarning, match="of the weight gradients") as caught:
+        found = statistics.advance()
+    ratios = {row.name: row.products["dw"].noise_ratio for row in found.layers}
+    assert len({f"{ratio:.2f}" for ratio in ratios.values()}) == 6
+    wanted = sorted(ratios, key=lambda name: -ratios[name])[:4]
+    assert f"most in {', '.join(f'{name} {ratios[name]:.2f}' for name in wanted)};" in str(caught[0].message)
+
+
 @pytest.mark.parametrize(
     "call, error, message",
     [
