@@ -106,6 +106,25 @@ def test_json_lines_hold_every_figure(tmp_path):
     assert [json.loads(line) for line in path.read_text().splitlines()] == [line for line in lines if line["step"] == 1]
 
 
+GOOD = '{"step": 1, "layer": "0"}'
+
+
+def test_only_the_last_line_may_be_cut_in_half(tmp_path):
+    path = tmp_path / "stats.jsonl"
+    path.write_text(f'{GOOD}\n\n{{"step": 2, "lay')
+    assert hb.stats.read_records(path) == [json.loads(GOOD)]
+    for lines, message in (
+        (f'{{"step": 2, "lay\n{GOOD}\n', "line 1: not JSON .*; delete the line"),
+        (f'{GOOD}\n{{"step": 2, "lay\n', "line 2: not JSON .*; delete the line"),  # a whole line, with its end
+        (f"{GOOD}\n[]\n", "line 2: not a line of statistics; delete the line"),
+        ('{"step": 1.0, "layer": "0"}', "line 1: not a line of statistics"),
+        ('{"step": 1}', "line 1: not a line of statistics"),
+    ):
+        path.write_text(lines)
+        with pytest.raises(ValueError, match=rf"stats\.jsonl {message}"):
+            hb.stats.read_records(path)
+
+
 class Writer:
     def __init__(self):
         self.points = {}
