@@ -8,6 +8,7 @@ import torch
 import zero_expert_checks as checks
 
 import halfbyte as hb
+from halfbyte.distributed import same
 from halfbyte.export import trained
 from halfbyte.tensor import PrimaryWeight
 
@@ -42,3 +43,14 @@ def trained_of(layer: hb.nn.GroupedLinear, weight: torch.Tensor) -> tuple[hb.Qua
     if isinstance(weight, PrimaryWeight):
         return trained._held(weight)
     return trained._quantized(layer, weight, torch.bfloat16)
+
+
+def test_experts_of_a_group_that_begins_with_another_rank_than_0_are_compared(monkeypatch):
+    """Notes come in the order of the group, here of ranks 2, 5 and 7, of which the first and the last share experts."""
+    monkeypatch.setattr(same, "ranks_of", lambda group: (2, 5, 7))
+    shared, alone = ["up [4, 16, 16]", "down [4, 16, 16]"], ["up [2, 16, 16]"]
+    notes = [{(2, 7): shared}, {(5,): alone}, {(2, 7): shared}]
+    same.check_same_experts(notes, object())
+    notes[2] = {(2, 7): shared[:1]}
+    with pytest.raises(ValueError, match=r"ranks \[2, 7\] differ: down .* on rank 2, nothing on rank 7;"):
+        same.check_same_experts(notes, object())
