@@ -25,7 +25,9 @@ def train(rank, world, folder, placed):
     import test_trainer as single
 
     model, state = single.build()
-    if placed is not None:
+    if placed == "another":
+        model.beside = hb.nn.Linear(16, 16, recipe="nvfp4", state=hb.RunState(3, rank=7)).requires_grad_(False)
+    elif placed is not None:
         state.set_rank(placed)
     made = single.trainer(model, Path(folder, str(rank)), ddp_backend="gloo", max_steps=2, save_strategy="no")
     assert made.args.world_size == world
@@ -37,6 +39,10 @@ def test_each_process_draws_with_its_rank(tmp_path):
     (zero, one) = ranks.run(2, train, str(tmp_path), None)
     assert zero[:3] == (0, True, 4) and one[:3] == (1, True, 4)
     assert zero[3] == one[3], "DDP keeps the parameters equal"
+
+
+def test_a_run_state_beside_one_that_has_a_rank_gets_its_own(tmp_path):
+    assert [result[:2] for result in ranks.run(2, train, str(tmp_path), "another")] == [(0, True), (1, True)]
 
 
 def test_ranks_that_were_given_stay(tmp_path):
