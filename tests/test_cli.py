@@ -44,6 +44,34 @@ def test_ctrl_c_promises_no_checkpoints_that_there_are_not(capsys, monkeypatch, 
     assert capsys.readouterr().err == f"\nhalfbyte {name}: {said}"
 
 
+@pytest.mark.parametrize("name", cli.COMMANDS)
+def test_train_compare_and_study_alone_go_on_where_they_were_stopped(capsys, monkeypatch, name):
+    def stop(arguments):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(cli, "env", stop)
+    monkeypatch.setitem(cli.COMMANDS, name, cli.Command("halfbyte.cli", "env", ""))
+    assert cli.main([name]) == 130
+    assert ("goes on from" in capsys.readouterr().err) is (name in {"train", "compare", "study"})
+
+
+def test_a_package_of_the_extra_is_named_and_a_module_of_ours_that_is_missing_is_no_mistake_of_a_user(
+    capsys, monkeypatch
+):
+    def fail(arguments):
+        if arguments:
+            raise ModuleNotFoundError(f"No module named {arguments[0]!r}", name=arguments[0])
+        raise ValueError("steps=0: give at least 1")
+
+    monkeypatch.setattr(cli, "env", fail)
+    assert cli.main(["env"]) == 2
+    assert capsys.readouterr().err == "halfbyte env: steps=0: give at least 1\n"
+    assert cli.main(["env", "tyro"]) == 2
+    assert capsys.readouterr().err == "halfbyte env: No module named 'tyro': pip install 'halfbyte[train]'\n"
+    with pytest.raises(ModuleNotFoundError, match=r"halfbyte\.train\.lop"):
+        cli.main(["env", "halfbyte.train.lop"])
+
+
 SLOW_TORCH = """
 import signal, time
 

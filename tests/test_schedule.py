@@ -119,6 +119,13 @@ def test_what_makes_no_schedule_is_refused(changes, steps, words):
         hb.Schedule(changes, steps)
 
 
+def test_a_point_makes_a_share_and_a_number_without_one_is_a_step():
+    """Both 0 and 0.0 are the first step; a run of more steps keeps the one, not the other."""
+    found = parse_schedule("0:bf16,0.5:nvfp4,9:bf16", 10)
+    assert [(type(when), when) for when, _ in found.changes] == [(int, 0), (float, 0.5), (int, 9)]
+    assert [type(when) for when, _ in parse_schedule("0.0:bf16", 10).changes] == [float]
+
+
 @pytest.mark.parametrize("text", ["nvfp4", "0.5", "0.5:", "x:nvfp4", "0.5=nvfp4", "0.5:nvfp4:bf16"])
 def test_what_the_command_line_refuses(text):
     words = "recipe='nvfp4:bf16' is not a preset" if text.count(":") == 2 else "schedule=.*is not WHEN:RECIPE"

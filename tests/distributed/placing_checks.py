@@ -62,13 +62,14 @@ def groups_and_meshes(rank: int) -> None:
     pair = [dist.new_group([0, 1]), dist.new_group([2, 3])][rank // 2]
     two = {
         names: init_device_mesh("cpu", (2, 2), mesh_dim_names=names)
-        for names in (("dp", "tp"), ("dp_replicate", "dp_shard"), ("dp", "cp"), ("pp", "dp"))
+        for names in (("dp", "tp"), ("dp", "etp"), ("dp_replicate", "dp_shard"), ("dp", "cp"), ("pp", "dp"))
     }
     unnamed = init_device_mesh("cpu", (2, 2))
     for where, dims, expected in (
         (None, None, rank),
         (pair, None, rank % 2),
         (two["dp", "tp"], None, rank // 2),
+        (two["dp", "etp"], None, rank // 2),
         (two["dp", "tp"]["dp"], None, rank // 2),
         (two["dp", "tp"]["tp"], None, 0),
         (two["dp_replicate", "dp_shard"], None, rank),
@@ -78,6 +79,7 @@ def groups_and_meshes(rank: int) -> None:
         (two["dp", "cp"], (), 0),
         (unnamed, (0,), rank // 2),
         (init_device_mesh("cpu", (4,)), None, rank),
+        (init_device_mesh("cpu", (4, 1), mesh_dim_names=("dp_replicate", "dp_shard")), None, rank),
     ):
         model = build()
         assert place_ranks_(model, where, dims=dims, timeout=TIMEOUT) == expected, (where, dims)

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import warnings
+
 import torch
+import torch.distributed as dist
 from torch import nn
 
 import halfbyte as hb
@@ -42,6 +45,38 @@ def of_other_layers(rank, world):
         statistics.advance()
     except ValueError as error:
         return str(error)
+
+
+class Written(list):
+    """A sink."""
+
+    write = list.append
+
+
+def of_a_stage(rank, world):
+    """Return what each of two groups of two ranks measures, who writes it, and who warns of noise in it."""
+    group = [dist.new_group([0, 1]), dist.new_group([2, 3])][rank // 2]
+    model, _ = converted()
+    statistics = hb.collect_stats(model, every=1, to=[written := Written()], group=group)
+    model(data(rank)).square().mean().backward()
+    records = statistics.advance().records()
+    assert written in ([], [statistics.last])
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        noisy(group)
+    return records, len(written), sum("of the weight gradients" in str(one.message) for one in caught)
+
+
+def noisy(group):
+    """Measure gradients that cancel over tokens, whose noise does not."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(32, 32))
+    hb.quantize_(model, "naive_fp4", keep=hb.Keep(names=(), last_fraction=0))
+    statistics = hb.collect_stats(model, every=1, group=group)
+    dy = torch.randn(64, 32)
+    dy[1::2] = -dy[::2]
+    model(torch.randn(32, 32).repeat_interleave(2, 0)).backward(dy + 1e-3)
+    assert statistics.advance().is_noisy
 
 
 class Experts(nn.Module):

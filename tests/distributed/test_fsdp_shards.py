@@ -1,9 +1,12 @@
 """How FSDP2 splits a weight's rows, and the tiles that begin in each rank's: one message size, every row once."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
 from halfbyte.distributed.fsdp_columns import Columns
+from halfbyte.distributed.fsdp_phase import EVERYTHING, Mode, Phase
 from halfbyte.distributed.fsdp_shards import RowShards
 from halfbyte.distributed.fsdp_weight import ShardState
 from halfbyte.spec import MXFP8, NVFP4
@@ -95,3 +98,47 @@ def test_a_shard_is_known_until_its_memory_or_a_version_is_another(is_inference)
     seen = ShardState.of(param)
     same.data = same.data.view(torch.int32)
     assert not seen.is_that_of(param)
+
+
+class Gathers:
+    """Stands for a group of FSDP2's parameters, of which one has the module and name `place`."""
+
+    def __init__(self, place, reshards):
+        module, name = place
+        info = SimpleNamespace(module=module, param_name=name)
+        self.fsdp_params, self._reshard_after_forward = [Parameter(_module_info=info)], reshards
+        self._training_state = SimpleNamespace(name="PRE_BACKWARD")
+
+
+class Parameter(SimpleNamespace):
+    """One of them; a SimpleNamespace of types alone has no weak references."""
+
+
+PLACE = object(), "weight"
+
+
+@pytest.mark.parametrize(
+    ("reshards", "has_gradients", "wanted"),
+    [(True, True, {"forward"}), (True, False, {"forward"}), (False, True, EVERYTHING), (False, False, {"forward"})],
+)
+def test_a_forward_brings_the_backward_along_where_weights_stay_and_a_backward_comes(reshards, has_gradients, wanted):
+    mode = Mode()
+    mode.has_gradients = has_gradients
+    group = Gathers(PLACE, reshards)
+    assert Phase(group, PLACE, mode).wanted() == wanted
+    assert Phase(None, PLACE, mode).wanted() == Phase(group, (PLACE[0], "bias"), mode).wanted() == EVERYTHING
+
+
+@pytest.mark.parametrize(
+    ("state", "runs_again", "wanted"),
+    [("PRE_BACKWARD", False, {"backward"}), ("PRE_BACKWARD", True, EVERYTHING), ("FORWARD", False, EVERYTHING)],
+)
+def test_a_backward_brings_the_forward_along_where_it_runs_again(state, runs_again, wanted):
+    """Autograd tells a backward; a forward within it is one that checkpointing repeats."""
+    group, found = Gathers(PLACE, True), []
+    phase = Phase(group, PLACE, Mode())
+    group._training_state.name, phase.runs_again = state, runs_again
+    x = torch.zeros(1, requires_grad=True)
+    x.register_hook(lambda grad: found.append(phase.wanted()))
+    (2 * x).sum().backward()
+    assert found == [wanted]

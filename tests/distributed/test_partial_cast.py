@@ -56,6 +56,20 @@ def test_master_that_changes_its_dtype_in_place(kind):
     assert torch.equal(weights[0].qdata, hb.quantize(values.roll(7).bfloat16(), checks.TILE).qdata)
 
 
+def test_weights_that_come_to_share_an_amax():
+    """The same weights, masters and memory, but for one tensor: a cast that was prepared would write the old one."""
+    masters = [torch.randn(512, generator=torch.Generator().manual_seed(i)) * (1 + 9 * i) for i in range(2)]
+    weights = [PrimaryWeight.empty((16, 32)), PrimaryWeight.empty((16, 32))]
+    cast_master_weights_to_nvfp4(weights, masters, [0, 0], None)
+    largest = [master.bfloat16().abs().max().float() for master in masters]
+    assert [weight.amax for weight in weights] == largest and largest[1] > largest[0]
+    weights[0].amax = weights[1].amax
+    cast_master_weights_to_nvfp4(weights, masters, [0, 0], None)
+    for weight, master in zip(weights, masters, strict=True):
+        whole = hb.quantize(master.view(16, 32).bfloat16(), checks.TILE, amax=largest[1])
+        assert weight.amax == largest[1] and torch.equal(weight.qdata, whole.qdata)
+
+
 def test_wrong_weights_are_refused():
     good = PrimaryWeight.empty((16, 16))
     for weight, reason in (

@@ -18,6 +18,16 @@ def test_two_ranks_are_one_process(wrap):
     compare(found[0], model, [(stats_checks.data(rank),) for rank in range(2)])
 
 
+def test_a_group_adds_up_its_own_ranks_and_its_first_alone_writes_and_warns():
+    """Stages of a pipeline are such groups: ranks 0 and 1 are one, 2 and 3 the other, with data of their own."""
+    found = ranks.run(4, stats_checks.of_a_stage)
+    for first in (0, 2):
+        model, _ = stats_checks.converted()
+        compare(found[first][0], model, [(stats_checks.data(rank),) for rank in (first, first + 1)])
+        assert found[first][0] == found[first + 1][0]
+    assert [who[1:] for who in found] == [(1, 1), (0, 0), (1, 1), (0, 0)]
+
+
 def compare(found, model, batches):
     """Compare records of ranks with those of one process that sees what each of them saw."""
     statistics = hb.collect_stats(model)

@@ -92,6 +92,20 @@ def test_a_learning_rate_that_is_a_tensor_is_copied():
     assert saved["groups"][0]["lr"] == torch.tensor(0.01)
 
 
+def test_options_that_are_lists_are_copied():
+    def momentum(params):
+        made = Momentum(params)
+        made.param_groups[0]["rates"] = [0.1, 0.2]
+        return made
+
+    zeros = build(momentum)[2], build(momentum)[2]
+    saved = zeros[0].state_dict()
+    zeros[0].param_groups[0]["rates"][0] = 1.0
+    zeros[1].load_state_dict(saved)
+    zeros[1].param_groups[0]["rates"][0] = 2.0
+    assert saved["groups"][0]["rates"] == [0.1, 0.2]
+
+
 def bytes_kept(rank: int, world: int) -> list[tuple[int, int]]:
     """Elements of what each master's state is, and of the memory that it holds on to."""
     run, other = build(ADAMW), build(ADAMW)
@@ -116,6 +130,15 @@ def test_a_checkpoint_repairs_a_run_whose_gradients_were_nan():
     zero.load_state_dict(saved)
     state.load_state_dict(position)
     assert checks.train(0, model, state, zero, range(2)) == good
+
+
+def test_gradients_that_were_dropped_are_no_part_of_the_next_step():
+    """Those of a micro-batch whose step nobody waited for."""
+    run, other = build(ADAMW), build(ADAMW)
+    with other[2].accumulate():
+        (3 * checks.loss_of(other[0], checks.tokens(0, 99))).backward()
+    other[2].zero_grad()
+    assert checks.train(0, *other, range(2)) == checks.train(0, *run, range(2))
 
 
 @pytest.mark.parametrize("wrong, what", [(torch.zeros(3), r"has shape \[3\]"), ({}, "is a dict")])

@@ -13,6 +13,7 @@ from export_decoder import config, stored
 from export_models import TOKENS, llama, mixtral, trained
 
 import halfbyte as hb
+from halfbyte.export.calibrate import input_amaxes
 
 SCALES = (".input_scale", ".input_global_scale")
 MODES = {"none": None, "static": "local", "per-token": True}
@@ -76,6 +77,17 @@ def test_experts_get_the_greatest_of_their_layer(tmp_path):
         name: {float(tensors[f"{prefix}.{e}.{name}.input_scale"]) for e in range(3)} for name in ("w1", "w2", "w3")
     }
     assert all(len(found) == 1 for found in factors.values()) and factors["w1"] == factors["w3"] != factors["w2"]
+
+
+def test_rows_behind_the_last_group_and_what_is_not_finite_count_nothing():
+    """Of tokens 1 to 6, four in groups; 9 is an Inf's neighbour."""
+    experts = hb.nn.grouped.GroupedRecipe(2, 16, 8)
+    x = torch.arange(1.0, 7.0)[:, None].repeat(1, 16)
+    x[1, 2], x[1, 3] = -9, torch.inf
+    weight, ends = torch.randn(2, 8, 16), torch.tensor([1, 4], dtype=torch.int32)
+    assert input_amaxes(experts, [""], [(x, weight, ends)]) == {"": 9}
+    x[1] = 0
+    assert input_amaxes(experts, [""], [(x, weight, ends), (x / 2, weight, ends)]) == {"": 4}
 
 
 def test_256_of_the_inputs_is_in_their_factor(tmp_path):

@@ -12,6 +12,7 @@ from export_decoder import E2M1, e4m3, nibbles
 from safetensors.torch import save_file
 
 import halfbyte as hb
+from halfbyte.export import files
 
 CODES = torch.arange(256, dtype=torch.uint8).repeat(2).view(16, 32)  # [16, 64], every byte
 SCALES = (torch.arange(64, dtype=torch.uint8) * 2 % 127).view(16, 4)
@@ -290,3 +291,13 @@ def test_masters_in_fp32_have_the_amax(tmp_path, form):
         assert torch.equal(master.abs(), quant.amax.expand(16, 64)), factor
         again = hb.quantize(master, quant.spec)
         assert torch.equal(again.qdata, codes) and torch.equal(again.amax, quant.amax)
+
+
+def test_a_tensor_is_read_from_the_file_that_the_index_names(tmp_path):
+    """As where an older shard was left beside the new ones, which has tensors of the same names."""
+    save_file({"a": torch.ones(2)}, tmp_path / "one.safetensors")
+    save_file({"a": torch.zeros(2), "b": torch.full((2,), 3.0)}, tmp_path / "two.safetensors")
+    where = {"a": "one.safetensors", "b": "two.safetensors"}
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": where}))
+    found = files.read_tensors(tmp_path)
+    assert {key: tensor.tolist() for key, tensor in found.items()} == {"a": [1, 1], "b": [3, 3]}

@@ -38,6 +38,17 @@ def expected(model, layer, name):
     return oracle.quantize(weights[f"model.layers.{layer}.{name}.weight"], spec, amax=[amax]), spec
 
 
+def test_the_dtype_that_was_asked_for_comes_before_that_of_a_cache(tmp_path):
+    model = trained(llama(torch.float32), hb.recipes.nvfp4_forward(), steps=0)
+    with hb.cache_weights(model, dtype=torch.bfloat16):
+        hb.export.save(model, tmp_path / "cached")
+        hb.export.save(model, tmp_path / "asked", compute_dtype=torch.float32)
+    for name, dtype in (("cached", torch.bfloat16), ("asked", torch.float32)):
+        weight = model.get_parameter("model.layers.0.mlp.down_proj.weight").detach().to(dtype).float().numpy()
+        packed = stored(tmp_path / name)["model.layers.0.mlp.down_proj.weight_packed"].numpy()
+        assert np.array_equal(nibbles(packed), np.array(oracle.quantize(weight, hb.NVFP4()).codes))
+
+
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_files_hold_the_oracles_bytes(tmp_path, recipe, form):

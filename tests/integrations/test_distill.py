@@ -113,3 +113,13 @@ def test_refusals():
         Distillation(model, teacher, temperature=0)
     with pytest.raises(ValueError, match="teacher is the model itself; give a copy in high precision"):
         Distillation(model, model)
+
+
+def test_a_batch_in_which_no_token_counts_has_no_loss():
+    """Not 0 / 0, which would make the weights NaN."""
+    model, teacher = build()
+    loss = Distillation(model, teacher)
+    tokens = torch.arange(16).view(2, 8)
+    found = loss(model(input_ids=tokens), torch.full_like(tokens, -100))
+    found.backward()
+    assert found == 0 and all(p.grad is None or not p.grad.any() for p in model.parameters())

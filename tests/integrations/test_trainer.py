@@ -270,6 +270,29 @@ def test_a_checkpoint_without_a_position(tmp_path):
     assert restored.position == (STEPS + 2) * ACCUMULATED
 
 
+def test_a_run_state_that_is_further_than_the_checkpoint_draws_no_bits_again(tmp_path):
+    """Of 20 micro-batches before, beside the 2 of each of two steps that the checkpoint has and of the two to come."""
+    trainer(build()[0], tmp_path, False, max_steps=2).train()
+    model, state = build()
+    for _ in range(20):
+        state.advance()
+    with pytest.warns(UserWarning, match="position 4"):
+        trainer(model, tmp_path, HalfbyteCallback(is_strict=False)).train(resume_from_checkpoint=True)
+    assert state.position == 20 + (STEPS - 2) * ACCUMULATED
+
+
+def test_a_checkpoint_names_the_recipes_of_the_conversion_whatever_a_schedule_changed(tmp_path):
+    schedule = hb.Schedule([(1, "mxfp8")], steps=STEPS)
+    model, _ = build(schedule=schedule)
+    trainer(model, tmp_path, max_steps=2).train()
+    assert model.model.layers[0].mlp.up_proj.recipe == hb.recipes.mxfp8()
+    saved = json.loads((tmp_path / "checkpoint-2" / "trainer_state.json").read_text())["stateful_callbacks"]
+    assert list(saved["HalfbyteCallback"]["attributes"]["saved"]["recipes"]) == [hb.recipes.nvfp4().key]
+    again, state = build(schedule=schedule)
+    trainer(again, tmp_path).train(resume_from_checkpoint=True)
+    assert state.step == STEPS and again.model.layers[0].mlp.up_proj.recipe == hb.recipes.mxfp8()
+
+
 def test_a_checkpoint_of_another_recipe(whole, tmp_path):
     shutil.copytree(Path(whole[0], "checkpoint-2"), tmp_path / "checkpoint-2")
     model, state = build("four_over_six")

@@ -8,11 +8,13 @@ import warnings
 
 import ranks
 import torch
+from fsdp_cases import CASES
 from fsdp_checks import BF16, NOTHING_KEPT, Case, batch, same, train, two_layers, wrapped
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 
 import halfbyte as hb
+from halfbyte.distributed import fsdp_arrival
 
 
 def taken_along(rank: int, world: int) -> list[list[str]]:
@@ -117,3 +119,26 @@ def without_its_group(rank: int, world: int) -> tuple[str, str]:
             except ValueError as error:
                 said.append(str(error))
     return said[0], said[1]
+
+
+def left_behind(rank: int, world: int, name: str) -> list[tuple[bool, bool]]:
+    """Of two steps: whether an operand is held behind the backward, and whether that asked for more messages."""
+    case, asked = CASES[name], []
+    model, state = wrapped(case, world)
+    gather = hb.distributed.fsdp_gather_nvfp4_(model)
+    usual = fsdp_arrival.all_gather
+    fsdp_arrival.all_gather = lambda *tensors, group: (asked.append(group), usual(*tensors, group=group))
+
+    def is_held() -> bool:
+        arrived = [weight.arrived for weight in gather.weights]
+        return any(t.untyped_storage().size() for w in arrived for t in (*w.blocks[:2], *w.dgrad.blocks[:2]))
+
+    found = []
+    for step in range(2):
+        model(batch(case, rank, step, 0)).float().square().mean().backward()
+        state.advance()
+        model.reshard()
+        found.append((is_held(), bool(asked)))
+        asked.clear()
+    fsdp_arrival.all_gather = usual
+    return found

@@ -87,6 +87,12 @@ def test_nothing_whole_is_held_between_forward_and_backward_and_a_state_dict_is_
         assert rank["types"] == {"DTensor", "Tensor"} and not any(rank["attributes"])
 
 
+@pytest.mark.parametrize("name", ["apart, checkpointed", "apart, checkpointed around FSDP2's hooks"])
+def test_a_backward_that_runs_the_forward_again_asks_for_more_once_and_all_is_freed(name):
+    """The first has been sent the operands of a backward alone; then it is known that both are needed."""
+    assert ranks.run(2, fsdp_wrapping.left_behind, name) == [[(False, True), (False, False)]] * 2
+
+
 @pytest.mark.parametrize("layers", [2, 9])
 def test_what_a_gather_launches_does_not_depend_on_the_number_of_weights(layers):
     for rank in ranks.run(2, fsdp_checks.launched, layers):

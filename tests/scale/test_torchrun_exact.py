@@ -47,6 +47,23 @@ def test_equal_batches_train_as_one_process(folder, world):
                 assert all(end[index] == alone for end in ends), name
 
 
+def test_ranks_measure_the_noise_of_the_gradient_that_all_of_them_make(folder):
+    """In bf16 it is that gradient's norm, and no noise: as of one process, whose batch the ranks share."""
+    of_all = {"recipe_schedule": "auto:nvfp4", "eval_every": 1}
+    runs = [
+        replace(checks.tiny(folder, "mixed", f"noise{mesh[0]}", mesh=mesh, batch=4, steps=3), **of_all)
+        for mesh in ((1, 1), (2, 1))
+    ]
+    checks.train_all(0, 1, [(runs[0], "bf16")])
+    ranks.run(2, checks.train_all, [(runs[1], "bf16")])
+    alone, shared = (
+        [line for line in map(json.loads, (run.run.out / "log.jsonl").open()) if line["kind"] == "noise"]
+        for run in runs
+    )
+    assert [line["step"] for line in shared] == [2, 3] and all(line["noise"] == 0 for line in shared)
+    assert [line["norm"] for line in shared] == pytest.approx([line["norm"] for line in alone], rel=1e-3)
+
+
 def test_options_of_a_run_change_nothing_of_that(folder):
     """Experts, accumulation, checkpointed activations, fused layers: one process, DDP and FSDP2 end alike."""
     options = {"mesh_of": [(1, 1), (2, 1), (1, 2)], "accumulate": 2, "recompute": "full", **UNCLIPPED}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import dataclasses
 import math
 
 import pytest
@@ -128,6 +129,23 @@ def test_layers_that_no_gradient_reaches_are_dead():
     assert [(one.kind, one.layer) for one in found.findings] == [("dead", "aside"), ("dead", "unused")]
     assert "nothing ran forward and backward through it" in found.findings[0].text
     assert not hb.inspect(Aside()).findings  # weights alone: nobody knows
+
+
+def test_one_layer_of_huge_gradients_makes_those_of_the_others_not_tiny():
+    """The median of 1, 1 and 10^6 is 1, of which no layer is a ten-thousandth; of their mean two would be."""
+    torch.manual_seed(0)
+    model = nn.ModuleList(nn.Linear(32, 32) for _ in range(3))
+    x = torch.randn(40, 32)
+    found = hb.inspect(
+        model, lambda twin: sum(f * m(x).square().mean() for f, m in zip((1, 1, 1e6), twin, strict=True))
+    )
+    assert not [one for one in found.findings if one.kind == "tiny gradients"]
+
+
+def test_a_dequantized_backward_reads_no_column_of_a_weight():
+    recipe = dataclasses.replace(hb.recipes.nvfp4_mxfp8_bwd(), backward="dequantized")
+    found = hb.inspect(planted(), recipes=[recipe, "nvfp4_mxfp8_bwd"])
+    assert [set(one.operands) for one in found.weights] == [{"w.row"}] * 10 + [{"w.row", "w.col"}] * 10
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])

@@ -15,9 +15,10 @@ from torch import nn
 from torch.nn.functional import pad
 
 import halfbyte as hb
+from halfbyte.nn.streams import STALE_FORWARDS
 from halfbyte.stats import counterfactual
 from halfbyte.stats.figures import SIDES
-from halfbyte.stats.sensitivity import ALL
+from halfbyte.stats.sensitivity import ALL, SensitivityReport, Trial
 
 SEED = 5
 STREAMS = {"x.row": X, "x.col": X + 1, "w.row": W, "w.col": W + 1, "dy.row": DY, "dy.col": DY + 1}
@@ -47,7 +48,11 @@ def layer_of(recipe, exact=()):
 
 
 @pytest.mark.parametrize(
-    "name", ["nvfp4", "quartet2", "rl", "mean_split", "requantized", "half_of_each", "mxfp8", "rl_mxfp8"]
+    "name",
+    [
+        *("nvfp4", "quartet2", "rl", "mean_split", "mean_split_forward", "mean_split_wgrad", "requantized"),
+        *("half_of_each", "mxfp8", "rl_mxfp8"),
+    ],
 )
 def test_with_nothing_in_high_precision_the_bits_are_those_of_the_layer(name):
     recipe = (RECIPES | VARIANTS)[name]
@@ -169,6 +174,92 @@ def test_kinds_and_a_proposal_within_its_budget(tmp_path):
     assert all(text in str(each) and text in each._repr_html_() for text in ("1.down", "gradient cosine"))
     with pytest.raises(ValueError, match="budget=0"):
         each.propose(0)
+
+
+def trial(target, gain, share, operand=ALL):
+    return Trial(target=target, operand=operand, cosine=0.9, gain=gain, loss=1.0, share=share)
+
+
+def test_what_gains_most_for_its_share_comes_first_and_may_fill_the_budget():
+    trials = [trial("a", 0.24, 0.3), trial("b", 0.2, 0.1), trial("c", 0.1, 0.1), trial("d", -0.1, 0.01)]
+    trials += [trial("a", 0.3, 0.01, "x.row"), trial("e", 0.001, 0.1)]
+    report = SensitivityReport(candidates=tuple(trials), cosine=0.5, losses=(1.0, 1.0))
+    for budget, chosen in ((0.1, "b"), (0.2, "bc"), (0.3, "bce"), (0.5, "bca"), (1.0, "bcae")):  # 2, 1, 0.8 and 0.01
+        assert report.propose(budget).targets == tuple(chosen)
+
+
+class Pooled(nn.Module):
+    """A layer of every token, and one of a sequence: [B, L, 32] and [B, 32] reach them."""
+
+    def __init__(self):
+        super().__init__()
+        self.each, self.pooled = nn.Linear(32, 64), nn.Linear(64, 16)
+
+    def forward(self, x):
+        return self.pooled(self.each(x).amax(1))
+
+
+def test_shares_count_every_token_of_a_batch_of_sequences():
+    torch.manual_seed(0)
+    model, x = Pooled(), torch.randn(4, 10, 32)
+    hb.quantize_(model, "nvfp4", keep=hb.Keep(names=(), last_fraction=0))
+    found = hb.stats.sensitivity(model, lambda: model(x).square().mean(), operands=False)
+    total = 4 * 10 * 32 * 64 + 4 * 64 * 16
+    shares = {one.target: one.share for one in found.candidates}
+    assert shares == {"each": pytest.approx(40 * 32 * 64 / total), "pooled": pytest.approx(4 * 64 * 16 / total)}
+
+
+def test_of_equal_gains_the_smaller_loss_comes_first():
+    """The gradient of a sum of outputs does not depend on them, so that no operand of the forward gains anything."""
+    torch.manual_seed(0)
+    model, x = nn.Sequential(nn.Linear(32, 32, bias=False)), torch.randn(24, 32)
+    hb.quantize_(model, "nvfp4_forward", keep=hb.Keep(names=(), last_fraction=0))
+    found = hb.stats.sensitivity(model, lambda: model(x).sum())
+    losses = [one.loss for one in found.candidates]
+    assert {one.gain for one in found.candidates} == {0} and len(set(losses)) == 3 and losses == sorted(losses)
+
+
+class Counted(nn.Module):
+    """A layer behind dropout, which counts its calls in a buffer."""
+
+    def __init__(self):
+        super().__init__()
+        self.one, self.dropout = nn.Linear(32, 32), nn.Dropout(0.5)
+        self.register_buffer("calls", torch.zeros(()))
+        self.seen = []
+
+    def forward(self, x):
+        x = self.dropout(x)
+        self.seen.append((self.calls.item(), x.sum().item()))
+        self.calls += 1
+        return self.one(x)
+
+
+def test_every_trial_begins_as_the_first_and_generators_buffers_and_observers_are_left_alone():
+    torch.manual_seed(0)
+    model, x = Counted(), torch.randn(24, 32)
+    hb.quantize_(model, "nvfp4", keep=hb.Keep(names=(), last_fraction=0))
+    model(x)
+    generator, statistics = torch.get_rng_state(), hb.collect_stats(model)
+    hb.stats.sensitivity(model, lambda: model(x).square().mean())
+    assert len(model.seen) == 1 + 2 + 7 and set(model.seen[1:]) == {(1.0, model.seen[1][1])}
+    assert model.calls == 1 and torch.equal(torch.get_rng_state(), generator)
+    model(x).square().mean().backward()
+    assert statistics.advance()["one"].tensors["x"].elements == 24 * 32  # of no trial
+
+
+def test_forwards_that_drew_the_same_bits_are_counted_on():
+    """Trials are meant to draw alike; the forwards around them are not, and the 64th is warned of."""
+    torch.manual_seed(0)
+    model, x = nn.Sequential(nn.Linear(32, 32)), torch.randn(24, 32)
+    hb.quantize_(model, "nvfp4", keep=hb.Keep(names=(), last_fraction=0))
+    for _ in range(STALE_FORWARDS - 1):
+        model(x)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        hb.stats.sensitivity(model, lambda: model(x).square().mean())
+    with pytest.warns(UserWarning, match=f"{STALE_FORWARDS} training forwards drew the same random bits"):
+        model(x)
 
 
 def test_refusals():

@@ -7,6 +7,7 @@ import math
 import pytest
 import torch
 from grouped_cases import RECIPES, ends, slices
+from linear_cases import STOCHASTIC_TILES
 from torch import nn
 
 import halfbyte as hb
@@ -111,6 +112,26 @@ def test_experts_are_inspected(report):
             )
         assert report.spreads[name].elements == weight.numel()
     assert "down" in str(report) and "down" in report.csv()
+
+
+def test_each_expert_draws_bits_of_its_own_and_outliers_are_those_of_all():
+    """Expert 1 is expert 0 again: with its bits it would lose the same once more. 64 beside ones is beyond 6 rms."""
+    torch.manual_seed(0)
+    model, spec = Mixture(), STOCHASTIC_TILES.fprop.b
+    with torch.no_grad():
+        model.up.weight[0, :, 5] = 0
+        model.up.weight[1] = model.up.weight[0]
+        model.up.weight[2] = 1
+        model.up.weight[2, :20, 7] = 64
+    found = hb.inspect(model, recipes=[STOCHASTIC_TILES])
+    (one,) = [loss for loss in found.weights if loss.layer == "up"]
+    noises = []
+    for index, w in enumerate(model.up.weight.detach()):
+        place = hb.Philox(0).group(index)
+        noises.append((hb.quantize(w, spec, rng=place).dequantize(torch.float32).double() - w).square().sum().item())
+    assert noises[0] != noises[1] and one.operands["w.row"].noise == pytest.approx(sum(noises), rel=1e-6)
+    outliers = (model.up.weight.abs() > 6 * model.up.weight.square().mean((1, 2), keepdim=True).sqrt()).sum((0, 1))
+    assert outliers[7] == 20 and found.spreads["up"].channels == tuple(outliers.tolist())
 
 
 def test_a_converted_model_is_inspected_too():

@@ -106,6 +106,25 @@ def test_json_lines_hold_every_figure(tmp_path):
     assert [json.loads(line) for line in path.read_text().splitlines()] == [line for line in lines if line["step"] == 1]
 
 
+GOOD = '{"step": 1, "layer": "0"}'
+
+
+def test_only_the_last_line_may_be_cut_in_half(tmp_path):
+    path = tmp_path / "stats.jsonl"
+    path.write_text(f'{GOOD}\n\n{{"step": 2, "lay')
+    assert hb.stats.read_records(path) == [json.loads(GOOD)]
+    for lines, message in (
+        (f'{{"step": 2, "lay\n{GOOD}\n', "line 1: not JSON .*; delete the line"),
+        (f'{GOOD}\n{{"step": 2, "lay\n', "line 2: not JSON .*; delete the line"),  # a whole line, with its end
+        (f"{GOOD}\n[]\n", "line 2: not a line of statistics; delete the line"),
+        ('{"step": 1.0, "layer": "0"}', "line 1: not a line of statistics"),
+        ('{"step": 1}', "line 1: not a line of statistics"),
+    ):
+        path.write_text(lines)
+        with pytest.raises(ValueError, match=rf"stats\.jsonl {message}"):
+            hb.stats.read_records(path)
+
+
 class Writer:
     def __init__(self):
         self.points = {}
@@ -164,6 +183,25 @@ def test_noise_beyond_the_gradient_is_warned_of_once():
         assert found.is_noisy and found.noise_ratio > 3**-0.5
         said = f"{found.noise_ratio:.2f} of the weight gradients"
         assert [said in str(one.message) for one in caught] == [True] * expected
+
+
+def test_the_noisiest_layers_are_named_first():
+    """Six layers with gradients that cancel over tokens, as in the test above, with the same mean: four are named."""
+    torch.manual_seed(0)
+    model = nn.ModuleList(nn.Linear(32, 32, bias=False) for _ in range(6))
+    hb.quantize_(model, "naive_fp4", keep=hb.Keep(names=(), last_fraction=0))
+    statistics = hb.collect_stats(model, every=1)
+    x = torch.randn(32, 32).repeat_interleave(2, 0)
+    for layer, rest in zip(model, (0.01, 0.1, 0.03, 0.003, 0.05, 0.02), strict=True):
+        dy = torch.randn(64, 32)
+        dy[1::2] = -dy[::2]
+        layer(x).backward(dy / rest + 1)
+    with pytest.warns(UserWarning, match="of the weight gradients") as caught:
+        found = statistics.advance()
+    ratios = {row.name: row.products["dw"].noise_ratio for row in found.layers}
+    assert len({f"{ratio:.2f}" for ratio in ratios.values()}) == 6
+    wanted = sorted(ratios, key=lambda name: -ratios[name])[:4]
+    assert f"most in {', '.join(f'{name} {ratios[name]:.2f}' for name in wanted)};" in str(caught[0].message)
 
 
 @pytest.mark.parametrize(

@@ -24,7 +24,7 @@ def records(field="text"):
 
 def write(path, content):
     content = content.encode() if isinstance(content, str) else content
-    path.write_bytes(gzip.compress(content) if path.suffix == ".gz" else content)
+    path.write_bytes(gzip.compress(content) if path.suffix.lower() == ".gz" else content)
     return str(path)
 
 
@@ -32,6 +32,7 @@ FORMS = {
     "a.jsonl": lines(*records()),
     "a.jsonl.gz": lines(*records()),
     "A.JSONL": lines(*records()),
+    "A.JSONL.GZ": lines(*records()),
     "a.ndjson": "\ufeff" + "\r\n".join(map(json.dumps, records())),
     "a.json": json.dumps(records(), indent=2),
     "b.json": lines(*records()),
@@ -120,6 +121,7 @@ BROKEN = [
     ("a.json", json.dumps([{"text": "a"}, {"body": "b"}]), r"a\.json record 2: no field 'text', it has 'body'"),
     ("a.json", '[{"text": "a"}, {"te', r"a\.json: not JSON"),
     ("a.json", lines({"text": "a"}, {"id": 1}), "line 2: no field 'text'"),
+    ("a.json", '"cut in half"}\n' + lines(*records()), r"line 1: not JSON \(Extra data"),
     ("a.json", lines({"body": "a"}, {"body": "b"}), "line 1: no field 'text', it has 'body'"),
 ]
 

@@ -64,6 +64,15 @@ def test_overwrite_deletes_everything_or_nothing(stopped, obstacle):
     assert contents(out) == before and (obstacle != "link" or list(elsewhere.glob("*.pt")))
 
 
+def test_overwrite_takes_away_last_what_says_whose_run_it_is(stopped, monkeypatch):
+    """A process may be killed between any two of these: what is then left must not pass for a run of its own."""
+    config, data = stopped
+    taken, rename = [], os.rename
+    monkeypatch.setattr(os, "rename", lambda path, away: (taken.append(path.name), rename(path, away)))
+    loop.train(overwriting(with_steps(config, 1)), "bf16", data)
+    assert {"step-00000002.pt", "layers.txt", "log.jsonl"} < set(taken) and taken[-1] == "config.json"
+
+
 def test_overwrite_leaves_the_files_of_others(stopped):
     config, data = stopped
     out = config.run.out
@@ -82,8 +91,10 @@ def test_leftovers_of_killed_writers_go_everywhere(stopped):
     killed = [out / ".log.jsonl.abcd1234.tmp", out / ".result.json.abcd1234.tmp"]
     killed += [out / "checkpoints" / f".{name}.abcd1234.tmp" for name in ("step-00000004.pt", "latest")]
     killed += [cache / f".{next(cache.glob('*.tokens')).name}.abcd1234.tmp", cache / f".{'0' * 16}-bpe300.json.x.tmp"]
+    killed.append(out / "tensorboard" / ".events.out.tfevents.1.host.abcd1234.tmp")
     foreign = [out / ".vimrc.tmp", cache / ".session.abcd1234.tmp"]
     for path in (*killed, *foreign):
+        path.parent.mkdir(exist_ok=True)
         path.write_bytes(b"half")
     data = load_data(config.data, cache)
     loop.train(config, "bf16", data)
@@ -163,6 +174,15 @@ def test_other_changes_with_the_steps_are_another_run(run):
     for path in (config.run.out / "checkpoints").glob("step-*"):
         path.unlink()
     with pytest.raises(ValueError, match="its checkpoints are gone"):
+        loop.train(with_steps(config, 4), "bf16", data)
+
+
+def test_more_steps_do_not_mend_a_run_that_diverged(run):
+    """Whose checkpoint of before is still there."""
+    config, data = run(steps=2, checkpoint_every=2, **CONSTANT)
+    loop.train(config, "bf16", data)
+    edit(config.run.out / "result.json", is_diverged=True, diverged_at=2, diverged_in="gradient norm")
+    with pytest.raises(ValueError, match=r"holds another run \(it diverged at step 2, which more steps do not mend\)"):
         loop.train(with_steps(config, 4), "bf16", data)
 
 

@@ -172,6 +172,7 @@ HOSTILE = {
     "a random position in text": (lambda c: c["run_state"].update(position="4"), "state['position']='4'"),
     "another seed": (lambda c: c["run_state"].update(seed=1), "seed=1, position=4"),
     "another place in the schedule": (lambda c: c["run_state"].update(step=1), "step=1; expected are 0, 4, 2"),
+    "no place in the schedule": (lambda c: c["run_state"].pop("step"), "step=0; expected are 0, 4, 2"),
     "other streams": (lambda c: c["run_state"].update(streams=1), "state['streams']=1"),
     "half a step": (lambda c: c.update(step=2.5), "step='2.5' is no number"),
     "a step in text": (lambda c: c.update(step="2"), "step='2' is no number"),

@@ -1,11 +1,12 @@
 """The league of a study: quantiles, paired gaps, pooled scatter, places, and who goes on to the next study."""
 
+import json
 import math
 import statistics
 
 import pytest
 
-from halfbyte.train import league
+from halfbyte.train import league, plot
 from halfbyte.train.league import t_quantile
 
 
@@ -154,6 +155,25 @@ def test_the_best_are_no_control_no_noise_and_new(tmp_path):
         league.best(values, 4, [])
     with pytest.raises(ValueError, match="run that study first"):
         league.read_values(tmp_path / "none")
+
+
+def test_the_picture_has_the_mean_gap_in_percent_of_the_seeds_that_reached_a_step(tmp_path, monkeypatch):
+    """Losses 4 and 2 of the baseline, 1 % and 2 % above them of seed 0, 3 % of seed 1, which has one evaluation."""
+    losses = {("bf16", 0): (4.0, 2.0), ("bf16", 1): (4.0, 2.0), ("nvfp4", 0): (4.04, 2.04), ("nvfp4", 1): (4.12,)}
+    for (name, seed), own in losses.items():
+        folder = league.run_folder(tmp_path, name, seed)
+        folder.mkdir(parents=True)
+        lines = [{"kind": "eval", "step": 500 * i, "loss": loss} for i, loss in enumerate(own, 1)]
+        (folder / "log.jsonl").write_text("".join(f"{json.dumps(line)}\n" for line in lines))
+    found = league.league(
+        {key: result(own[-1]) for key, own in losses.items()}, ["bf16", "nvfp4"], {"bf16": 0, "nvfp4": 1}
+    )
+    drawn = []
+    monkeypatch.setattr(plot, "gap_lines", lambda path, lines, base, title: drawn.append((path.name, lines, base)))
+    league.draw_league(tmp_path, found, tokens_per_step=4000, title="A study")
+    ((name, ((recipe, points),), base),) = drawn
+    assert (name, recipe, base) == ("league.png", "nvfp4", "bf16")
+    assert points == [(2.0, pytest.approx(2.0)), (4.0, pytest.approx(2.0))]  # millions of tokens; 1 and 3, then 2 alone
 
 
 def test_what_was_not_trained_is_named_below():

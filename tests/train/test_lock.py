@@ -1,5 +1,6 @@
 """One writer per folder: the second is told who the first is, and harms nothing of it."""
 
+import contextlib
 import errno
 import fcntl
 import json
@@ -92,6 +93,19 @@ def test_an_exception_gives_the_folder_back(tmp_path):
         lock.hold("another", tmp_path / "new").__enter__()
 
 
+def test_a_child_that_lives_on_does_not_keep_the_folder(tmp_path):
+    """A fork has the file's descriptor too, and a lock belongs to all who have it."""
+    context = multiprocessing.get_context("fork")
+    over = context.Event()
+    with lock.hold("a run", tmp_path):
+        child = context.Process(target=over.wait, args=(30,))
+        child.start()
+    with lock.hold("another", tmp_path):
+        assert child.is_alive()
+    over.set()
+    child.join()
+
+
 def test_one_folder_that_is_taken_gives_the_others_back(tmp_path):
     with lock.hold("a run", tmp_path / "b"):
         with pytest.raises(ValueError, match="/b' is in use"):
@@ -137,6 +151,24 @@ def test_without_locks_the_pid_decides_and_that_is_said_once(tmp_path, capsys, m
         files.write_text(tmp_path / "file", "written all the same")
     error = capsys.readouterr().err
     assert error.count("\n") == 1 and "no locks on this filesystem (No locks available)" in error
+
+
+@pytest.mark.parametrize("reason, is_free", [(errno.EPERM, False), (errno.ESRCH, True)])
+def test_without_locks_a_process_that_may_not_be_signalled_lives(tmp_path, monkeypatch, reason, is_free):
+    """It is another user's: kill(2) says EPERM of it, and ESRCH where there is none."""
+
+    def flock(descriptor, operation):
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    def kill(pid, number):
+        raise OSError(reason, os.strerror(reason))
+
+    monkeypatch.setattr(fcntl, "flock", flock)
+    monkeypatch.setattr(os, "kill", kill)
+    record = {"work": "train nvfp4", "pid": os.getpid() + 1, "host": socket.gethostname(), "since": "2026-01-02"}
+    (tmp_path / lock.NAME).write_text(json.dumps(record))
+    with contextlib.nullcontext() if is_free else pytest.raises(ValueError, match="in use"), lock.hold("run", tmp_path):
+        pass
 
 
 def test_a_folder_without_the_right_to_write_is_named(tmp_path):

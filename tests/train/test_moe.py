@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
 import torch.nn.functional as F
 from runs import stop_after
 from torch._dynamo.backends.debugging import aot_eager
+from torch.utils.checkpoint import checkpoint
 
 import halfbyte as hb
-from halfbyte.train import loop, model, moe, treatment
+from halfbyte.train import expert_parallel, loop, model, moe, treatment
 
 CONFIG = moe.MoEConfig()
 
@@ -51,6 +53,48 @@ def test_output_and_gradients_are_those_of_experts_one_by_one(block, x):
         strict=True,
     ):
         assert torch.allclose(got, want, atol=1e-4)
+
+
+class Exchange:
+    """Experts that are all here, of whose tokens one more goes beyond a capacity in every forward."""
+
+    dropped = None
+
+    def __init__(self):
+        self.counts = []
+
+    def send(self, x, offsets):
+        self.dropped = torch.tensor(len(self.counts) + 1)
+        self.counts.append(self.dropped)
+        return SimpleNamespace(x=x, offsets=offsets)
+
+    def back(self, y, arrived):
+        return y
+
+
+def test_dropped_copies_of_training_forwards_add_up_and_a_repeated_or_evaluated_one_counts_nothing(block, x):
+    block.exchange = exchange = Exchange()
+    for _ in range(2):
+        block(x)
+    assert block.dropped == 1 + 2
+    checkpoint(block, x, use_reentrant=False)[0].sum().backward()
+    assert block.dropped == 1 + 2 + 3 and len(exchange.counts) == 4, "the fourth was of the backward"
+    with torch.no_grad():
+        block(x)
+    assert block.dropped == 1 + 2 + 3 and [int(count) for count in exchange.counts] == [1, 2, 3, 4, 5]
+
+
+def test_the_log_has_the_copies_of_all_ranks_once_and_begins_anew(block):
+    """Layers with 3 and 4 on this rank, 5 on the mean of four ranks, of which pairs have the same tokens: 4 · 5 / 2."""
+    layers = torch.nn.ModuleList([block, moe.MoE(32, 48, CONFIG), moe.MoE(32, 48, CONFIG)])
+    layers[0].dropped, layers[1].dropped = torch.tensor(3), torch.tensor(4)
+    summed, written = [], []
+    ranks = SimpleNamespace(size=4, mean=lambda own: (summed.append(own.item()), own * 5 / 7)[1])
+    log = SimpleNamespace(write=lambda *line: written.append(line))
+    for step in (10, 20):
+        expert_parallel.log_dropped(layers, log, step, ranks, tp=2)
+    assert summed == [7, 0] and layers[2].dropped is None
+    assert written == [("dropped", 10, {"copies": 10}), ("dropped", 20, {"copies": 0})]
 
 
 def test_routes_sort_copies_by_expert(block, x):

@@ -270,6 +270,21 @@ def test_handlers_are_put_back_and_what_is_ignored_stays_so():
     assert found == [False]
 
 
+def test_who_was_woken_by_signals_before_is_woken_again():
+    """As asyncio's loop is, by a file of its own."""
+    reading, writing = os.pipe()
+    os.set_blocking(writing, False)
+    outer = signal.set_wakeup_fd(writing)
+    try:
+        with signals.watch(print):
+            pass
+    finally:
+        left = signal.set_wakeup_fd(outer)
+        os.close(reading)
+        os.close(writing)
+    assert left == writing
+
+
 @contextlib.contextmanager
 def handlers_put_back():
     before = {number: signal.getsignal(number) for number in signals.CAUGHT}

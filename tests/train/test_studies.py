@@ -3,9 +3,11 @@
 import csv
 
 import pytest
+from conftest import tiny, write_corpus
 
 from halfbyte import cli
 from halfbyte.train import loop
+from halfbyte.train.data import load_data
 
 
 @pytest.fixture
@@ -40,6 +42,21 @@ def test_the_three_commands(folder, tmp_path, capsys):
     assert "dp_shard 1" in page and "capacity" not in page  # what is not set is not shown
     assert "<script" not in page and "http" not in page
     assert sum(name in page for name in ("<svg", "<details", 'tabindex="0"')) == 3
+
+
+def test_a_run_in_high_precision_is_tried_in_nvfp4_and_a_budget_of_all_takes_all_that_gains(tmp_path, capsys):
+    write_corpus(tmp_path / "corpus")
+    config = tiny(tmp_path, steps=1)
+    loop.train(config, "bf16", load_data(config.data, config.run.cache))
+    (tmp_path / "page.txt").write_text("the model reads a block of sixteen values " * 20)
+    step = ["--text", str(tmp_path / "page.txt"), "--batch", "1", "--sequence", "32", "--budget", "1"]
+    out = ["--out", str(tmp_path / "out")]
+    assert cli.main(["sensitivity", str(config.run.out), *step, "--no-operands", *out]) == 0
+    said = capsys.readouterr().out
+    rows = list(csv.DictReader((tmp_path / "out" / "sensitivity.csv").read_text().splitlines()))
+    gaining = {row["target"] for row in rows if float(row["gain"]) > 0}
+    assert sum(float(row["share"]) for row in rows if row["target"] in gaining) > 0.1, "the default would not do"
+    assert {row["target"] for row in rows if f"    {row['target']!r}: None," in said} == gaining
 
 
 def test_recipes_with_options_are_called_as_they_were_asked_for(folder, tmp_path, capsys):

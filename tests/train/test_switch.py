@@ -71,6 +71,18 @@ def test_nothing_to_measure():
         gradient_noise(linear_model()[0], [])
 
 
+def test_frozen_codes_before_a_layer_that_trains_are_no_obstacle():
+    """They have the same values in high precision: a frozen first layer, an input that needs no gradient."""
+    model, _ = linear_model("rl")
+    hb.freeze_(model[0])
+    x = torch.randn(16, 64, generator=torch.Generator().manual_seed(0))
+    found = gradient_noise(model, [lambda: model(x).square().mean()])
+    values = model[0].weight.dequantize(torch.float32).double(), model[1].weight.detach().double().requires_grad_()
+    exact = (x.double() @ values[0].T @ values[1].T).square().mean()
+    assert found.norm == pytest.approx(torch.autograd.grad(exact, values[1])[0].norm().item(), rel=1e-5)
+    assert 0 < found.noise < found.norm
+
+
 def lines(config, *kinds):
     records = map(json.loads, (config.run.out / "log.jsonl").read_text().splitlines())
     return [record for record in records if record["kind"] in kinds]

@@ -118,6 +118,22 @@ def test_a_checkpoint_of_several_ranks_is_read_too(base, tmp_path):
     assert same(model.state_dict(), trainer.model.state_dict())
 
 
+def test_a_tokenizer_that_was_trained_on_another_text_is_refused(base):
+    """Its numbers mean other tokens; bytes mean the same in every text."""
+    config, data = base
+    path = config.run.out / "config.json"
+    facts = json.loads(path.read_text())
+    facts["identity"] |= {"corpus_sha256": "0" * 64}
+    path.write_text(json.dumps(facts))
+    with pytest.raises(ValueError, match="checkpoint"):  # of another identity than this config.json
+        loop.train(tuned(config, "of bytes"), "qat", data)
+    facts["identity"]["data"]["tokenizer"] = "bpe:300"
+    path.write_text(json.dumps(facts))
+    bpe = replace(tuned(config, "of bpe"), data=replace(config.data, tokenizer="bpe:300"))
+    with pytest.raises(ValueError, match=r"its bpe:300 tokenizer was trained on another text \(corpus_sha256\)"):
+        loop.train(bpe, "qat", data)
+
+
 def test_refusals(base, run, tmp_path):
     config, data = base
     for option in ("begin", "teacher"):
