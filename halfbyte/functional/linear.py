@@ -210,8 +210,10 @@ def in_high_precision(x: Tensor, weights: Sequence[Tensor], biases: Sequence[Ten
     """Return x @ w.T + bias for every weight, as torch does; a bias of another dtype is added in the wider one."""
     found = []
     for w, b in zip(weights, biases, strict=True):
-        is_apart = b is not None and b.dtype != x.dtype
-        found.append((F.linear(x, w) + b).to(x.dtype) if is_apart else F.linear(x, w, b))
+        if b is None or b.dtype == x.dtype:
+            found.append(F.linear(x, w, b))
+        else:
+            found.append((F.linear(x, w) + b).to(x.dtype))
     return tuple(found)
 
 
