@@ -16,6 +16,9 @@ from halfbyte.functional.foreign import is_sharded
 from halfbyte.layout import ceil_div
 
 CALL = "shard_embedding_"
+INTEGERS = frozenset(
+    (torch.int8, torch.int16, torch.int32, torch.int64, torch.uint8, torch.uint16, torch.uint32, torch.uint64)
+)
 OPTIONS = {"padding_idx": None, "max_norm": None, "scale_grad_by_freq": False, "sparse": False}
 """What of torch.nn.Embedding changes rows or gradients: where one is set, FSDP2 gathers the embedding."""
 
@@ -32,7 +35,9 @@ def _problem_of(ids: Any, device: torch.device) -> TypeError | ValueError | None
         return TypeError(f"ids={ids!r}: give an int64 tensor")
     if is_sharded(ids):
         return TypeError("ids is a DTensor: give the tokens of this rank, ids.to_local()")
-    if ids.dtype == torch.bool or ids.dtype.is_floating_point or ids.dtype.is_complex:  # rounded: the row of another
+    if ids.is_nested or ids.layout != torch.strided:
+        return TypeError(f"ids.layout={ids.layout}: give a dense tensor")
+    if ids.dtype not in INTEGERS:  # floats would be rounded to the row of another
         return TypeError(f"ids.dtype={ids.dtype}: rows are named by integers; give int64")
     if ids.device != device:
         return ValueError(f"ids.device={ids.device}: rows lie on {device}; move ids there")
@@ -44,7 +49,7 @@ def _count(ids: Any) -> int:
     if not isinstance(ids, Tensor):
         try:
             ids = torch.as_tensor(ids)
-        except (TypeError, ValueError, RuntimeError):
+        except Exception:  # whatever it is, the others are told
             return 0
     return ids.numel()
 

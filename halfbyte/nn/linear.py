@@ -214,6 +214,8 @@ def _has_other_hooks(module: nn.Module) -> bool:
     backward = module._backward_hooks or module._backward_pre_hooks
     if backward or module._forward_hooks_with_kwargs or module._forward_pre_hooks_with_kwargs:
         return True
+    if nn.modules.module._has_any_global_hook() or module._compiled_call_impl is not None:
+        return True
     return "forward" in vars(module) or not all(map(_is_of_style, hooks))
 
 

@@ -21,7 +21,12 @@ def test_ranks_meet_once_in_a_forward_and_once_in_a_backward_where_layers_run_to
     found = run(2, checks.meetings)[0]
     assert found["together"] == (1, 1)
     assert found["one by one"] == found["hooked"] == found["hooked_behind"] == found["own_style"] == (1, 3)
-    assert found["twice"][1] == 3 and found["other_recipe"] == (1, 2) and found["other_placement"][1] == 2
+    assert (
+        found["compiled_alone"][1] == 3
+        and found["twice"][1] == 3
+        and found["other_recipe"] == (1, 2)
+        and found["other_placement"][1] == 2
+    )
 
 
 def test_other_ways_to_run_them_have_the_same_bits():

@@ -147,6 +147,12 @@ def hooked_behind(mesh: Any) -> Projections:
     return model
 
 
+def compiled_alone(mesh: Any) -> Projections:
+    model = shared(mesh, "nvfp4")
+    model.k_proj.compile(backend="eager")
+    return model
+
+
 def own_style(mesh: Any) -> Projections:
     model = projections("nvfp4")
     for name in ROWS:
@@ -167,7 +173,7 @@ def meetings(rank: int, world: int) -> dict[str, tuple[int, int]]:
     mesh = ranks.mesh(world)
     together = {"together": Projections.forward, "one by one": one_by_one, "twice": twice}
     found = {name: meetings_of(mesh, run, shared(mesh, "nvfp4")) for name, run in together.items()}
-    apart = (other_recipe, hooked, hooked_behind, own_style, other_placement)
+    apart = (other_recipe, hooked, hooked_behind, compiled_alone, own_style, other_placement)
     return found | {make.__name__: meetings_of(mesh, Projections.forward, make(mesh)) for make in apart}
 
 
@@ -270,4 +276,12 @@ def hooks(rank: int, world: int) -> list[str]:
     model(in_parts(tokens(0, torch.float32), mesh))
     if seen != list(ROWS):
         problems.append(f"hooks ran for {seen}")
+    titles = {layer: name for name, layer in zip(ROWS, model.layers, strict=True)}
+    everywhere: list[str] = []
+    note = lambda layer, *_: everywhere.extend([titles[layer]] if layer in titles else [])  # noqa: E731
+    hook = nn.modules.module.register_module_forward_pre_hook(note)
+    model(in_parts(tokens(0, torch.float32), mesh))
+    hook.remove()
+    if everywhere != list(ROWS):
+        problems.append(f"hooks of all modules ran for {everywhere}")
     return [problem for one in ranks.gathered(problems) for problem in one]

@@ -278,6 +278,15 @@ def more_than_one_message_holds(rank: int, world: int) -> list[bool]:
     return [torch.equal(rows, whole[every[rank]]), torch.equal(gradient, expected)]
 
 
+class Unreadable:
+    """What fails in words of its own as it is read."""
+
+    def __len__(self) -> int:
+        raise KeyError("no")
+
+    __getitem__ = __array__ = __len__  # type: ignore[assignment]
+
+
 def wrong_on_one(rank: int, world: int) -> list[str]:
     """What is said where rank 1 alone asks for what is no row of 41, which ranks do not divide."""
     said = []
@@ -285,7 +294,8 @@ def wrong_on_one(rank: int, world: int) -> list[str]:
     mesh = ranks.mesh(world)
     in_parts = DTensor.from_local(right, mesh, run_check=False)
     wrongs = [torch.tensor([3, 41]), torch.tensor([-1]), torch.tensor([0.5]), torch.tensor([True]), [0, 1], None]
-    wrongs += [torch.tensor([1j]), right.to("meta"), in_parts]
+    wrongs += [torch.tensor([1j]), right.to("meta"), in_parts, right.to_sparse(), Unreadable()]
+    wrongs += [torch.nested.nested_tensor([right, right])]
     for way in WAYS:
         model = nn.Sequential(nn.Embedding(41, DIM))
         with exchanging(way):
