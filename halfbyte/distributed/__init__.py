@@ -1,5 +1,6 @@
 """Training on several ranks of torch.distributed: their random bits, and NVFP4 weights of sharded fp32 masters."""
 
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from halfbyte.distributed.adopt import primary_weights_
@@ -12,7 +13,8 @@ from halfbyte.distributed.plan import storage_plan
 from halfbyte.distributed.zero import ZeroConfig, ZeroOptimizer
 
 if TYPE_CHECKING:
-    from halfbyte.distributed.experts import ExpertExchange, ExpertParallel, shard_experts_
+    from halfbyte.distributed.expert_style import ExpertParallel
+    from halfbyte.distributed.experts import ExpertExchange, shard_experts_
     from halfbyte.distributed.feature_styles import GroupedColwise, GroupedRowwise
     from halfbyte.distributed.tp_styles import NVFP4Colwise, NVFP4Rowwise
 
@@ -39,18 +41,19 @@ __all__ = [
 ]
 
 
+_LATER = {
+    "NVFP4Colwise": "tp_styles",
+    "NVFP4Rowwise": "tp_styles",
+    "GroupedColwise": "feature_styles",
+    "GroupedRowwise": "feature_styles",
+    "ExpertParallel": "expert_style",
+    "ExpertExchange": "experts",
+    "shard_experts_": "experts",
+}
+
+
 def __getattr__(name: str) -> Any:
     """Import torch's styles, which take a while, for those who name ours."""
-    if name in ("NVFP4Colwise", "NVFP4Rowwise"):
-        from halfbyte.distributed import tp_styles
-
-        return getattr(tp_styles, name)
-    if name in ("GroupedColwise", "GroupedRowwise"):
-        from halfbyte.distributed import feature_styles
-
-        return getattr(feature_styles, name)
-    if name in ("ExpertExchange", "ExpertParallel", "shard_experts_"):
-        from halfbyte.distributed import experts
-
-        return getattr(experts, name)
+    if name in _LATER:
+        return getattr(import_module(f"halfbyte.distributed.{_LATER[name]}"), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

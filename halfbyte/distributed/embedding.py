@@ -17,13 +17,15 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from halfbyte.distributed.embedding_rows import CALL, RowPrecision, ShardedEmbedding
+from halfbyte.distributed.embedding_rows import CALL, RowPrecision, ShardedEmbedding, has_own_dtype
 from halfbyte.distributed.fixed_rows import row_bytes_exchanged
 from halfbyte.distributed.head import HeadShards, exchanged_bytes, head_problem, shard_head
 from halfbyte.distributed.replacing import names_of_modules, replaced_problem
 from halfbyte.distributed.same import agree_to_gather
 from halfbyte.nn.linear import Linear
 from halfbyte.notebook import ShowsText
+
+OWN_DTYPE = "it or its gradients have a dtype of their own (param_dtype_override_fn, grad_dtype)"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -261,7 +263,7 @@ class _Head:
         if hasattr(weight, "device_mesh"):
             raise ValueError(f"{self.name}.weight is a DTensor: call {CALL} before fully_shard, on whole weights")
         gathered = self._precision.size_of(weight)
-        reason = self.reason
+        reason = self.reason or (OWN_DTYPE if has_own_dtype(weight, self._policy) else "")
         if not reason and others > len(tied):
             reason = "other modules have it too"
         if not reason:
@@ -317,6 +319,7 @@ def _choose(
         (module.max_norm is not None, "max_norm changes rows in forward"),
         (module.padding_idx is not None, "padding_idx leaves a row without a gradient"),
         (module.scale_grad_by_freq or module.sparse, "its gradients are scaled by frequency, or sparse"),
+        (has_own_dtype(module.weight, policy), OWN_DTYPE),
         (module.weight.is_meta, "it is on the meta device, without values"),
         (exchanged >= gathered, f"{tokens:,} tokens may name as many bytes as its {module.num_embeddings:,} rows have"),
         (both >= gathered, "rows and the activations of the head tied to it are as many bytes as its rows"),

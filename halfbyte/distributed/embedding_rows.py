@@ -10,10 +10,15 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.torch_version import TorchVersion
 
-from halfbyte.distributed.fixed_rows import ID_BYTES, FixedRows
+from halfbyte.distributed.fixed_rows import ID_BYTES, WRONG, FixedRows, raise_out_of_range, refuse_wrong
+from halfbyte.distributed.scales import all_gather
+from halfbyte.functional.foreign import is_sharded
 from halfbyte.layout import ceil_div
 
 CALL = "shard_embedding_"
+INTEGERS = frozenset(
+    (torch.int8, torch.int16, torch.int32, torch.int64, torch.uint8, torch.uint16, torch.uint32, torch.uint64)
+)
 OPTIONS = {"padding_idx": None, "max_norm": None, "scale_grad_by_freq": False, "sparse": False}
 """What of torch.nn.Embedding changes rows or gradients: where one is set, FSDP2 gathers the embedding."""
 
@@ -22,6 +27,31 @@ SUMS_IN_WEIGHTS_DTYPE = TorchVersion(torch.__version__) >= "2.15"
 
 Of torch 2.15: `torch.distributed.fsdp.MixedPrecisionPolicy`.
 """
+
+
+def _problem_of(ids: Any, device: torch.device) -> TypeError | ValueError | None:
+    """Return why ids cannot name rows that lie on a device, None if they can."""
+    if not isinstance(ids, Tensor):
+        return TypeError(f"ids={ids!r}: give an int64 tensor")
+    if is_sharded(ids):
+        return TypeError("ids is a DTensor: give the tokens of this rank, ids.to_local()")
+    if ids.is_nested or ids.layout != torch.strided:
+        return TypeError(f"ids.layout={ids.layout}: give a dense tensor")
+    if ids.dtype not in INTEGERS:  # floats would be rounded to the row of another
+        return TypeError(f"ids.dtype={ids.dtype}: rows are named by integers; give int64")
+    if ids.device != device:
+        return ValueError(f"ids.device={ids.device}: rows lie on {device}; move ids there")
+    return None
+
+
+def _count(ids: Any) -> int:
+    """Return for how many tokens the others have room in their messages, if they are given as many as this rank."""
+    if not isinstance(ids, Tensor):
+        try:
+            ids = torch.as_tensor(ids)
+        except Exception:  # whatever it is, the others are told
+            return 0
+    return ids.numel()
 
 
 class RowPrecision(NamedTuple):
@@ -39,6 +69,15 @@ class RowPrecision(NamedTuple):
     def size_of(self, weight: Tensor) -> int:
         """Return the bytes of a weight's gather and of the reduction of its gradient."""
         return weight.numel() * (self.rows.itemsize + self.gradients.itemsize)
+
+
+def has_own_dtype(weight: Any, policy: Any) -> bool:
+    """Whether FSDP2 gathers a weight, or keeps its gradients, in a dtype apart from a policy's, as torch 2.15 can."""
+    choose = getattr(policy, "param_dtype_override_fn", None)
+    own = None if choose is None else choose(weight)
+    return (
+        own not in (None, policy and policy.param_dtype) or getattr(weight, "grad_dtype", weight.dtype) != weight.dtype
+    )
 
 
 class ShardedEmbedding(nn.Module):
@@ -94,6 +133,8 @@ class ShardedEmbedding(nn.Module):
         Raises:
             TypeError: ids are no integers.
             IndexError: an id names no row, on a CPU; on a GPU the device reports it, where messages have one size.
+
+        Where ids of one rank alone are wrong, the others raise an IndexError that names it, or their devices report it.
         """
         if torch.compiler.is_compiling():
             from halfbyte.functional.eager import eagerly
@@ -102,11 +143,14 @@ class ShardedEmbedding(nn.Module):
         return self._rows_of(ids)
 
     def _rows_of(self, ids: Tensor) -> Tensor:
-        if ids.dtype == torch.bool or ids.dtype.is_floating_point:  # which would be rounded to the row of another
-            raise TypeError(f"ids.dtype={ids.dtype}: rows are named by integers; give int64")
-        local: Any = self.weight
+        weight: Any = self.weight
+        local = weight.to_local()
+        problem = _problem_of(ids, local.device)
+        if problem is not None:
+            self.tell_of_failure(_count(ids))
+            raise problem
         kind = _Rows if self._tokens is None else FixedRows
-        return kind.apply(self, ids, local.to_local()).view(*ids.shape, self.embedding_dim)
+        return kind.apply(self, ids.reshape(-1).long(), local).view(*ids.shape, self.embedding_dim)
 
     def room(self, tokens: int) -> int:
         """Return for how many tokens a message of one size has room, if this rank has so many now."""
@@ -119,16 +163,30 @@ class ShardedEmbedding(nn.Module):
         return self._mesh.get_group(self._mesh.ndim - 1)
 
     @torch.no_grad()
+    def tell_of_failure(self, tokens: int) -> None:
+        """Let the other ranks raise that would wait for this one, which has no ids for them."""
+        local: Any = self.weight
+        world, device = dist.get_world_size(self.group), local.to_local().device
+        if self._tokens is None:
+            counts = torch.full((world,), WRONG, device=device)
+            dist.all_to_all_single(torch.empty_like(counts), counts, group=self.group)
+        else:
+            own = torch.full((self.room(tokens),), WRONG, device=device)
+            all_gather(own.new_empty(world * len(own)), own, group=self.group)
+
+    @torch.no_grad()
     def ask(self, named: Tensor) -> _Asked:
         """Tell the owners of distinct rows, ascending, that this rank needs them."""
         group, world = self.group, dist.get_world_size(self.group)
         chunk = ceil_div(self.num_embeddings, world)
-        counts = torch.bincount(named // chunk, minlength=world)
-        if counts.numel() > world:
-            raise IndexError(f"ids: the embedding has {self.num_embeddings} rows, and one of {int(named[-1])} is asked")
+        rows = named.clamp(0, self.num_embeddings - 1)
+        counts = torch.bincount(rows // chunk, minlength=world).where((rows == named).all(), WRONG)
         theirs = torch.empty_like(counts)
         dist.all_to_all_single(theirs, counts, group=group)
         needs, gives = torch.stack((counts, theirs)).tolist()
+        if WRONG in needs:
+            raise_out_of_range(named, self.num_embeddings)
+        refuse_wrong([rank for rank, count in enumerate(gives) if count < 0])
         asked = named.new_empty(sum(gives))
         dist.all_to_all_single(asked, named, gives, needs, group=group)
         self.traffic["rows"] += self._foreign(gives, ID_BYTES)
@@ -191,13 +249,11 @@ class _Asked(NamedTuple):
 
 
 class _Rows(torch.autograd.Function):
-    """The rows [ids, dim] of a batch; their gradients reach those that keep them."""
+    """The rows [ids, dim] of a batch, int64 [ids]; their gradients reach those that keep them."""
 
     @staticmethod
     def forward(ctx: Any, embedding: ShardedEmbedding, ids: Tensor, local: Tensor) -> Tensor:
-        named, place = torch.unique(ids.reshape(-1), return_inverse=True)
-        if named.numel() and int(named[0]) < 0:
-            raise IndexError(f"ids: {int(named[0])} names no row")
+        named, place = torch.unique(ids, return_inverse=True)
         ctx.embedding, ctx.asked = embedding, embedding.ask(named)
         ctx.save_for_backward(named, place, local)
         return F.embedding(place, embedding.fetch(ctx.asked, local))

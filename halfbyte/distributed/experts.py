@@ -7,7 +7,6 @@ is a choice: their values, or the codes that fprop reads (docs/numerics.md secti
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -17,10 +16,18 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
-from torch.distributed.tensor.parallel import ParallelStyle
 
 from halfbyte.distributed.feature_styles import Features, local_part, refuse_main_grad, share_parameters_
-from halfbyte.distributed.journey import CodesToExperts, Holders, Journey, Travel, journey, tell_of_failure
+from halfbyte.distributed.journey import (
+    DTYPES,
+    CodesToExperts,
+    Holders,
+    Journey,
+    Leaving,
+    Travel,
+    journey,
+    tell_of_failure,
+)
 from halfbyte.distributed.tied import refuse_tied
 from halfbyte.functional import grouped_linear
 from halfbyte.functional.autocast import autocast_dtype
@@ -77,17 +84,23 @@ class ExpertExchange:
         readers: the layers that read what arrives.
         dispatch: "plain", or "nvfp4" for tokens that travel as codes.
         capacity: tokens that one rank sends another, None for as many as there are.
+        first: one of the layers that share the experts.
 
     Attributes:
         dropped: int64 [], this rank's tokens beyond the capacity in the last forward; None without one.
     """
 
     def __init__(
-        self, ranks: Holders, readers: Sequence[GroupedLinear], dispatch: Dispatch, capacity: int | None
+        self,
+        ranks: Holders,
+        readers: Sequence[GroupedLinear],
+        dispatch: Dispatch,
+        capacity: int | None,
+        first: GroupedLinear,
     ) -> None:
         self.ranks, self.dispatch, self.capacity = ranks, dispatch, capacity
         self.dropped: Tensor | None = None
-        self._readers = tuple(readers)
+        self._readers, self._first = tuple(readers), first
         self._held: _Held | None = None
 
     def send(self, x: Tensor, offsets: Tensor) -> Arrived:
@@ -149,10 +162,11 @@ class ExpertExchange:
         try:
             self._check(x, offsets)
         except (TypeError, ValueError):
-            tell_of_failure(self.ranks, x.device)
+            self.tell_of_failure()
             raise
         x = x.to(autocast_dtype(x.device) or x.dtype)
-        how = journey(self.ranks, offsets.detach(), x.shape[0], self.capacity)
+        tokens = Leaving(count=x.shape[0], features=x.shape[1], dtype=x.dtype)
+        how = journey(self.ranks, offsets.detach(), tokens, self.capacity)
         self.dropped = how.dropped
         spec = self._spec()
         if spec is None:
@@ -163,10 +177,17 @@ class ExpertExchange:
         self._held = _Held(values.detach(), row, _version(values))
         return Arrived(values, groups, how)
 
+    def tell_of_failure(self) -> None:
+        """Let the other ranks raise that would wait for this one, which has nothing to send."""
+        weight: Any = self._first.weight
+        tell_of_failure(self.ranks, weight.device)
+
     def _check(self, x: Tensor, offsets: Tensor) -> None:
+        if not isinstance(x, Tensor):
+            raise TypeError(f"x={type(x).__name__}: give tokens, a tensor [M, K]")
         refuse_foreign((("x", x), ("offsets", offsets)), "tokens")
         check_offsets(offsets, x)
-        if x.dtype not in (torch.bfloat16, torch.float16, torch.float32):
+        if x.dtype not in DTYPES:
             raise TypeError(f"x.dtype={x.dtype}: tokens travel in bf16, fp16 or fp32; cast them")
         if x.dim() != 2 or offsets.shape[0] != self.ranks.experts:
             raise ValueError(
@@ -316,7 +337,7 @@ def shard_experts_(
     reading = [layers[name] for name in readers]
     if dispatch == "nvfp4":
         _check_recipes(dict(zip(readers, reading, strict=True)), features)
-    exchange = ExpertExchange(ranks, reading, dispatch, capacity)
+    exchange = ExpertExchange(ranks, reading, dispatch, capacity, next(iter(layers.values())))
     for name, layer in layers.items():
         share_parameters_(layer, lambda _, data: _shared(data, mesh, src_data_rank))
         layer.entry = _Part(exchange, reduce, features[name])
@@ -431,58 +452,3 @@ def _check_recipes(readers: dict[str, GroupedLinear], features: dict[str, Featur
         problem = dispatch_problem(layer.recipe) if layer.recipe.specs else None
         if problem is not None:
             raise ValueError(f"{name}: {problem}, so that tokens cannot travel as codes; use dispatch='plain'")
-
-
-class ExpertParallel(ParallelStyle):
-    """A style for torch's parallelize_module: ranks share the experts of a module whose forward takes (x, offsets).
-
-    The module is called with this rank's tokens, sorted by expert, and the ends of the groups of all experts, and
-    returns a row for each token, as without it; its forward sees the tokens of all ranks for the experts that are here.
-    Both are handed by place or by name: forward's first two arguments. Of those that it takes by name alone, x and
-    offsets are meant if they are there; x and offsets, too, where it names none.
-
-    Args:
-        readers, dispatch, capacity, reduce: as for `shard_experts_`.
-    """
-
-    def __init__(
-        self, *readers: str, dispatch: Dispatch = "plain", capacity: int | None = None, reduce: Reduce = "sum"
-    ) -> None:
-        super().__init__()
-        self.readers, self.dispatch, self.capacity, self.reduce = readers, dispatch, capacity, reduce
-
-    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        options: dict[str, Any] = {"dispatch": self.dispatch, "capacity": self.capacity, "reduce": self.reduce}
-        exchange = shard_experts_(module, device_mesh, *self.readers, src_data_rank=self.src_data_rank, **options)
-        under_way: list[Arrived] = []
-        names = _names_of_tokens(module)
-
-        def enter(_: nn.Module, inputs: tuple, named: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
-            by_place, by_name = names[: len(inputs)], names[len(inputs) :]
-            for name in by_name:
-                if name not in named:
-                    raise TypeError(
-                        f"{name} is missing: give tokens sorted by expert and the ends of the groups of all experts as "
-                        f"{names[0]!r} and {names[1]!r}, by place or by name"
-                    )
-            under_way[:] = [exchange.send(*inputs[:2], *[named[name] for name in by_name])]
-            sent = dict(zip(names, under_way[0][:2], strict=True))
-            came = [sent[name] for name in by_place]
-            return (*came, *inputs[2:]), named | {name: sent[name] for name in by_name}
-
-        def leave(_: nn.Module, inputs: tuple, output: Tensor) -> Tensor:
-            return exchange.back(output, under_way.pop())
-
-        module.register_forward_pre_hook(enter, with_kwargs=True)
-        module.register_forward_hook(leave)
-        return module
-
-
-def _names_of_tokens(module: nn.Module) -> tuple[str, str]:
-    """Return as what forward takes tokens and the ends of their groups."""
-    of_forward = list(inspect.signature(module.forward).parameters.values())
-    by_place = [one.name for one in of_forward if one.kind in (one.POSITIONAL_ONLY, one.POSITIONAL_OR_KEYWORD)]
-    by_name = [one.name for one in of_forward if one.kind == one.KEYWORD_ONLY]
-    # Of those that are handed by name alone, what is called as here comes first.
-    first = [*by_place, *sorted(by_name, key=lambda name: {"x": 0, "offsets": 1}.get(name, 2))][:2]
-    return (first[0], first[1]) if len(first) == 2 else ("x", "offsets")

@@ -7,7 +7,7 @@ and each adds up those of its rows: a rank's as `torch.nn.Embedding` does, then 
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -22,6 +22,8 @@ if TYPE_CHECKING:
 ID_BYTES = 8
 NOBODY = -1
 """What stands in a message for a token that is not there."""
+WRONG = -2
+"""What a rank sends in the place of ids or counts if its ids are wrong."""
 
 
 def row_bytes_exchanged(tokens: int, world: int, dim: int, sizes: tuple[int, int]) -> tuple[int, int]:
@@ -37,17 +39,17 @@ def row_bytes_exchanged(tokens: int, world: int, dim: int, sizes: tuple[int, int
 
 
 class FixedRows(torch.autograd.Function):
-    """The rows [ids, dim] of a batch; their gradients reach those that keep them."""
+    """The rows [ids, dim] of a batch, int64 [ids]; their gradients reach those that keep them."""
 
     @staticmethod
     def forward(ctx: Any, embedding: ShardedEmbedding, ids: Tensor, local: Tensor) -> Tensor:
-        ids = ids.reshape(-1).long()
-        check_ids(ids, embedding.num_embeddings)
+        known = (ids.clamp(0, embedding.num_embeddings - 1) == ids).all()
         group, world = embedding.group, dist.get_world_size(embedding.group)
         chunk = ceil_div(embedding.num_embeddings, world)
-        own = _filled(ids, embedding.room(len(ids)), NOBODY)
+        own = torch.where(known, _filled(ids, embedding.room(len(ids)), NOBODY), WRONG)
         every = own.new_empty(world * len(own))
         all_gather(every, own, group=group)
+        check_ids(ids, known, every, embedding)
         place = every.sub_(chunk * dist.get_rank(group))
         sent = _rows_at(local, place).to(embedding.precision.rows)
         come = torch.empty_like(sent)
@@ -72,15 +74,36 @@ class FixedRows(torch.autograd.Function):
         return None, None, embedding.averaged(_added_up(embedding, batches, local), local)
 
 
-def check_ids(ids: Tensor, rows: int) -> None:
-    """Raise IndexError if an id names no row; on a GPU the device reports it, and the host goes on."""
-    known = (ids.clamp(0, rows - 1) == ids).all()
+def check_ids(ids: Tensor, known: Tensor, every: Tensor, embedding: ShardedEmbedding) -> None:
+    """Raise IndexError if an id names no row; on a GPU the device reports it, and the host goes on.
+
+    Args:
+        ids: of this rank.
+        known: bool [], whether all of them name rows.
+        every: the messages of all ranks.
+        embedding: whose rows they name.
+    """
     if ids.is_cuda:
-        torch._assert_async(known)
-    elif not bool(known):
-        if int(ids.min()) < 0:
-            raise IndexError(f"ids: {int(ids.min())} names no row")
-        raise IndexError(f"ids: the embedding has {rows} rows, and one of {int(ids.max())} is asked")
+        torch._assert_async((every != WRONG).all(), "an id of a rank that shares the embedding names no row")
+        return
+    if not bool(known):
+        raise_out_of_range(ids, embedding.num_embeddings)
+    messages = every.view(dist.get_world_size(embedding.group), -1)
+    refuse_wrong((messages == WRONG).any(1).nonzero().flatten().tolist())
+
+
+def raise_out_of_range(ids: Tensor, rows: int) -> NoReturn:
+    """Raise IndexError for ids of which one names no row."""
+    if int(ids.min()) < 0:
+        raise IndexError(f"ids: {int(ids.min())} names no row")
+    raise IndexError(f"ids: the embedding has {rows} rows, and one of {int(ids.max())} is asked")
+
+
+def refuse_wrong(ranks: list[int]) -> None:
+    """Raise IndexError if ranks have told that their ids are wrong."""
+    if ranks:
+        named = ", ".join(map(str, ranks))
+        raise IndexError(f"ids of rank {named} of those that share the embedding name no row; it says which")
 
 
 def _filled(given: Tensor, room: int, value: float) -> Tensor:

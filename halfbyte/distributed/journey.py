@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import lru_cache
 from itertools import pairwise
 from typing import Any
 
@@ -25,6 +26,8 @@ TRAVEL = refusals("the way of tokens to their experts", "run the experts in one 
 Way = Callable[[Tensor], Tensor]
 WRONG = -1
 """What a rank sends in the place of every count if its offsets are wrong: no cumulative end is so small."""
+DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+"""As what tokens travel."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -114,19 +117,44 @@ def _with_zeros(t: Tensor) -> Tensor:
     return torch.cat((t, t.new_zeros(1, *t.shape[1:])))
 
 
-def journey(ranks: Holders, offsets: Tensor, tokens: int, capacity: int | None) -> Journey:
+@dataclass(frozen=True, kw_only=True)
+class Leaving:
+    """What a rank has to send.
+
+    count: rows, padding included.
+    features: of each.
+    dtype: one of DTYPES.
+    """
+
+    count: int
+    features: int
+    dtype: torch.dtype
+
+    @property
+    def kind(self) -> int:
+        """What has to be equal on all ranks, as one number."""
+        return self.features * len(DTYPES) + DTYPES.index(self.dtype)
+
+
+def _named(kind: int) -> str:
+    """Return what a number of `Leaving.kind` stands for."""
+    return f"{DTYPES[kind % len(DTYPES)]} with {kind // len(DTYPES)} features"
+
+
+def journey(ranks: Holders, offsets: Tensor, tokens: Leaving, capacity: int | None) -> Journey:
     """Return how the tokens of all ranks travel; all of them must call this together.
 
     Args:
         ranks: that share the experts.
         offsets: integer [experts], cumulative ends of the groups of this rank's tokens.
-        tokens: how many there are, padding included.
+        tokens: of this rank.
         capacity: rows that one rank sends another, whatever the tokens choose; None: as many as there are, which the
             host has to know.
 
     Raises:
-        ValueError: offsets of some rank descend or end behind its tokens; on every rank. Beside a capacity no host
-            waits for a GPU, whose device reports it, on every rank too.
+        ValueError: offsets of some rank descend or end behind its tokens, or ranks bring other dtypes or numbers of
+            features; on every rank. Beside a capacity no host waits for a GPU, whose device reports it, on every rank
+            too.
     """
     ends = offsets.long()
     missing = ranks.world * ranks.each - ranks.experts
@@ -136,32 +164,32 @@ def journey(ranks: Holders, offsets: Tensor, tokens: int, capacity: int | None) 
     return _as_counted(ranks, ends, tokens) if capacity is None else _within_capacity(ranks, ends, tokens, capacity)
 
 
-def _as_counted(ranks: Holders, ends: Tensor, tokens: int) -> Journey:
+def _as_counted(ranks: Holders, ends: Tensor, tokens: Leaving) -> Journey:
     """Return how all tokens travel; `ends` of groups are [world, each]."""
     starts = _starts(ends)
-    received = _exchanged(ranks, _marked(ends - starts[:, None], ends, tokens))
+    kinds, received = _exchanged(ranks, _marked(ends - starts[:, None], ends, tokens.count), tokens.kind)
     offsets, places = _sorted(received)
     sizes = received.diff(dim=1, prepend=received.new_zeros(ranks.world, 1))
     come = sizes.sum(1)
     places = (places - (come.cumsum(0) - come)[:, None]).flatten()  # of a row among those of all ranks
-    counts = torch.cat((ends[:, -1] - starts, come, _wrong(received)))
-    sent, came, wrong = counts.view(3, ranks.world).tolist()  # the one time that the host waits
-    if any(wrong):
-        raise ValueError(_said(ranks, wrong, ends, tokens))
+    counts = torch.cat((ends[:, -1] - starts, come, _wrong(received), kinds))
+    sent, came, wrong, found = counts.view(4, ranks.world).tolist()  # the one time that the host waits
+    if any(wrong) or any(kind != tokens.kind for kind in found):
+        raise ValueError(_said(ranks, wrong, found, ends, tokens))
     rows = torch.arange(sum(came), device=ends.device)
     back = places.repeat_interleave(sizes.flatten(), output_size=sum(came)).add_(rows)
-    return Journey(ranks, tokens, sent, came, None, None, _inverse(back, rows), back, offsets, None)
+    return Journey(ranks, tokens.count, sent, came, None, None, _inverse(back, rows), back, offsets, None)
 
 
-def _within_capacity(ranks: Holders, ends: Tensor, tokens: int, capacity: int) -> Journey:
+def _within_capacity(ranks: Holders, ends: Tensor, tokens: Leaving, capacity: int) -> Journey:
     """Return how at most `capacity` tokens travel from each rank to each; `ends` of groups are [world, each]."""
     starts, rows = _starts(ends), torch.arange(ranks.world * capacity, device=ends.device)
-    kept = (ends - starts[:, None]).clamp(max=capacity)
-    received = _exchanged(ranks, _marked(kept, ends, tokens))
-    check_received(ranks, received, ends, tokens)
+    kept, count = (ends - starts[:, None]).clamp(max=capacity), tokens.count
+    kinds, received = _exchanged(ranks, _marked(kept, ends, count), tokens.kind)
+    check_received(ranks, (kinds, received), ends, tokens)
     place, leaving = rows[:capacity], kept[:, -1]
-    picked = torch.where(place < leaving[:, None], starts[:, None] + place, tokens).flatten()
-    placed = ends.new_full((tokens + 1,), ranks.world * capacity).scatter_(0, picked, rows)[:tokens]
+    picked = torch.where(place < leaving[:, None], starts[:, None] + place, count).flatten()
+    placed = ends.new_full((count + 1,), ranks.world * capacity).scatter_(0, picked, rows)[:count]
     # Of every row that comes its expert; behind the last one zeros, as if they were one expert's more.
     groups = torch.cat((received, received.new_full((ranks.world, 1), capacity)), 1)
     of_rows = torch.searchsorted(groups, place.expand(ranks.world, -1).contiguous(), right=True)
@@ -170,7 +198,7 @@ def _within_capacity(ranks: Holders, ends: Tensor, tokens: int, capacity: int) -
     sizes = [capacity] * ranks.world
     dropped = ends[-1, -1] - leaving.sum()
     order = _inverse(back, rows)
-    return Journey(ranks, tokens, sizes, sizes, picked, placed, order, back, offsets[: ranks.here], dropped)
+    return Journey(ranks, count, sizes, sizes, picked, placed, order, back, offsets[: ranks.here], dropped)
 
 
 def _starts(ends: Tensor) -> Tensor:
@@ -189,48 +217,75 @@ def _wrong(received: Tensor) -> Tensor:
     return (received < 0).any(1)
 
 
-def check_received(ranks: Holders, received: Tensor, ends: Tensor, tokens: int) -> None:
-    """Raise ValueError if offsets of a rank are wrong; on a GPU the device reports it, and the host goes on.
+def check_received(ranks: Holders, received: tuple[Tensor, Tensor], ends: Tensor, tokens: Leaving) -> None:
+    """Raise ValueError if offsets of a rank are wrong or its tokens others; a GPU reports it, and its host goes on.
 
     Args:
         ranks: that share the experts.
-        received: what they tell of their groups.
+        received: what they tell of their tokens, and of their groups.
         ends: of this rank's groups, [world, each].
         tokens: of this rank.
     """
-    wrong = _wrong(received)
+    kinds, wrong = received[0], _wrong(received[1])
     if wrong.is_meta:
         return
     if wrong.is_cuda or type(wrong) is not Tensor:  # a fake one has no values either
-        torch._assert_async(~wrong.any(), "offsets of a rank that shares experts are no cumulative ends of its groups")
-    elif bool(wrong.any()):
-        raise ValueError(_said(ranks, wrong.tolist(), ends, tokens))
+        fits = ~(wrong | (kinds != tokens.kind)).any()
+        torch._assert_async(fits, "ranks that share experts bring other tokens, or no cumulative ends of their groups")
+        return
+    found = kinds.tolist()
+    if bool(wrong.any()) or any(kind != tokens.kind for kind in found):
+        raise ValueError(_said(ranks, wrong.tolist(), found, ends, tokens))
 
 
 def tell_of_failure(ranks: Holders, device: torch.device) -> None:
-    """Let the others raise that would wait for a rank which has no offsets for them."""
-    _exchanged(ranks, torch.full((ranks.world, ranks.each), WRONG, device=device))
+    """Let the others raise that would wait for a rank which has no tokens or no offsets for them."""
+    _exchanged(ranks, torch.full((ranks.world, ranks.each), WRONG, device=device), WRONG)
 
 
-def _said(ranks: Holders, wrong: list[int], ends: Tensor, tokens: int) -> str:
-    """Return what is wrong with this rank's offsets, or whose are."""
+def _said(ranks: Holders, wrong: list[int], kinds: list[int], ends: Tensor, tokens: Leaving) -> str:
+    """Return what is wrong with this rank's offsets, or whose are, or whose tokens are others."""
+    if not any(wrong):
+        others = ", ".join(f"rank {rank} {_named(kind)}" for rank, kind in enumerate(kinds) if kind != tokens.kind)
+        return (
+            f"x: this rank of those that share the experts brings {_named(tokens.kind)}, {others}; bring tokens of one "
+            "dtype, cast or under one autocast, and of one width"
+        )
     if not wrong[ranks.rank]:
         named = ", ".join(str(rank) for rank, is_wrong in enumerate(wrong) if is_wrong)
         return (
-            f"offsets of rank {named} of those that share the experts are no cumulative ends of groups of its tokens; "
-            "it says what is wrong with them"
+            f"rank {named} of those that share the experts has no tokens with cumulative ends of their groups; it says "
+            "what is wrong with them"
         )
     borders = [0, *ends.flatten().tolist()[: ranks.experts]]
     found = (f"group {g} ends at {b}, before it begins, at {a}" for g, (a, b) in enumerate(pairwise(borders)) if b < a)
-    what = next(found, f"they end at {borders[-1]} of {tokens} tokens")
+    what = next(found, f"they end at {borders[-1]} of {tokens.count} tokens")
     return f"offsets: {what}; give the cumulative ends of the groups"
 
 
-def _exchanged(ranks: Holders, ends: Tensor) -> Tensor:
-    """Return of each rank the cumulative ends, int64 [world, here], of its groups for the experts that are here."""
-    counts = ranks.counts
-    leaving = ends if min(counts) == ranks.each else torch.cat([row[:n] for row, n in zip(ends, counts, strict=True)])
-    return ranks.exchange(leaving.flatten(), [ranks.here] * ranks.world, counts).view(ranks.world, ranks.here)
+def _exchanged(ranks: Holders, ends: Tensor, kind: int) -> tuple[Tensor, Tensor]:
+    """Return of each rank its tokens' kind, int64 [world], and the cumulative ends of its groups that come here.
+
+    Args:
+        ranks: that share the experts.
+        ends: int64 [world, each], of the groups that go to each rank.
+        kind: of this rank's tokens.
+
+    Returns:
+        The second is int64 [world, here].
+    """
+    counts = [1 + count for count in ranks.counts]
+    told = torch.cat((_repeated(kind, ranks.world, ends.device), ends), 1)
+    if min(counts) <= ranks.each:
+        told = torch.cat([row[:n] for row, n in zip(told, counts, strict=True)])
+    received = ranks.exchange(told.flatten(), [1 + ranks.here] * ranks.world, counts).view(ranks.world, 1 + ranks.here)
+    return received[:, 0], received[:, 1:]
+
+
+@lru_cache(maxsize=256)
+def _repeated(kind: int, world: int, device: torch.device) -> Tensor:
+    """Return a number for each rank, int64 [world, 1]."""
+    return ops.constant(lambda: torch.full((world, 1), kind, dtype=torch.int64, device=device))
 
 
 def _sorted(ends: Tensor) -> tuple[Tensor, Tensor]:

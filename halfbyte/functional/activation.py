@@ -12,14 +12,22 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
 from halfbyte import ops
 from halfbyte.arithmetic import ACTIVATIONS, Activation
 from halfbyte.functional import whole
 from halfbyte.functional.derivatives import ELEMENTWISE, first_order, refuse_transforms
 from halfbyte.functional.foreign import refuse_foreign
-from halfbyte.functional.linear import Layers, as_gradients, backward_op, bases_of, by_codes_alone, note, prepare
+from halfbyte.functional.linear import (
+    Layers,
+    as_gradients,
+    backward_op,
+    bases_of,
+    by_codes_alone,
+    in_high_precision,
+    note,
+    prepare,
+)
 from halfbyte.functional.operands import Saved, flatten_operands, gradient_specs, unflatten_operands, with_late
 from halfbyte.functional.places import sign_place
 from halfbyte.functional.primary import runs_eagerly
@@ -107,7 +115,7 @@ def linear_activation(
     call, tensors = prepare(x, layers, recipe, None, x_amaxes)
     n = len(layers.weights)
     if call is None:
-        outputs = [F.linear(tensors[0], w, b) for w, b in zip(tensors[1 : n + 1], tensors[n + 1 :], strict=True)]
+        outputs = in_high_precision(tensors[0], tensors[1 : n + 1], tensors[n + 1 :])
         return _activate(outputs[0], outputs[1] if n > 1 else None, found.function, following)
     then, stream = _static(found.function, following)
     # A copy: torch.compile refuses a tensor that enters twice, and it may be the layers' own base.

@@ -60,7 +60,7 @@ def both_of_part(
         whole = gathered(t, axis, part.held, part.split.group)
         quantize = partial(_quantize, offsets)
     made = both(whole, *specs, place, ops.Amaxes(), quantize)
-    plain = (t, t.mT) if is_here else (None, None)
+    plain = (t, t.detach().mT) if is_here else (None, None)
     row, col = (
         one if one is not None and spec is None else cut(operand, part, side)
         for side, (operand, spec, one) in enumerate(zip(made, specs, plain, strict=True))

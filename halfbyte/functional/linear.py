@@ -192,7 +192,7 @@ def outputs_of(
 def run_call(call: Call | None, tensors: tuple, x_shape: torch.Size, n: int) -> tuple[Tensor, ...]:
     """Return the outputs of what `prepare` returned for x of this shape and n weights."""
     if call is None:
-        return tuple(F.linear(tensors[0], w, b) for w, b in zip(tensors[1 : n + 1], tensors[n + 1 :], strict=True))
+        return in_high_precision(tensors[0], tensors[1 : n + 1], tensors[n + 1 :])
     if torch.compiler.is_compiling():
         outputs = _SharedLinear.apply(call, *tensors)
     elif call.request.save:
@@ -204,6 +204,17 @@ def run_call(call: Call | None, tensors: tuple, x_shape: torch.Size, n: int) -> 
     if len(x_shape) == 2:
         return outputs
     return tuple([y if y.shape[:-1] == x_shape[:-1] else from_rows(y, x_shape) for y in outputs])
+
+
+def in_high_precision(x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None]) -> tuple[Tensor, ...]:
+    """Return x @ w.T + bias for every weight, as torch does; a bias of another dtype is added in the wider one."""
+    found = []
+    for w, b in zip(weights, biases, strict=True):
+        if b is None or b.dtype == x.dtype:
+            found.append(F.linear(x, w, b))
+        else:
+            found.append((F.linear(x, w) + b).to(x.dtype))
+    return tuple(found)
 
 
 def _shaped(request: Request, outputs: tuple[Tensor, ...], x_shape: torch.Size) -> tuple[Tensor, ...]:

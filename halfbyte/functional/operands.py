@@ -66,7 +66,7 @@ def both(
         row, col = quantize(t, *sides)
     return (
         t if row is None or row_spec is None else ops.Operand(row, row_spec, t.shape[-1]),
-        t.mT if col is None or col_spec is None else ops.Operand(col, col_spec, t.shape[-2]),
+        t.detach().mT if col is None or col_spec is None else ops.Operand(col, col_spec, t.shape[-2]),
     )
 
 
@@ -91,7 +91,11 @@ def weight_operands(
 ) -> tuple[ops.Operand | Tensor, ops.Operand | Tensor]:
     """Return w and w.T as GEMM operands: those that were quantized before, and the others that `make` makes now."""
     missing = missing_specs(specs, cached)
-    now = make(w, missing[0], missing[1], place, amaxes) if missing != (None, None) or make is not both else (w, w.T)
+    now = (
+        make(w, missing[0], missing[1], place, amaxes)
+        if missing != (None, None) or make is not both
+        else (w, w.detach().T)
+    )
     row, col = (operand if kept is None else kept for kept, operand in zip(cached, now, strict=True))
     return row, col
 

@@ -131,7 +131,9 @@ def forward_shared(x: Tensor, modules: Sequence[nn.Module], call: int = 0) -> tu
 
     Args:
         x: [..., in_features].
-        modules: hb.nn.Linear layers of one recipe without hooks share; any others are called one by one.
+        modules: hb.nn.Linear layers of one recipe without hooks share, and those of which ranks hold parts under
+            torch's own styles, whose hooks lay x and outputs out; any others are called one by one. Outputs of layers
+            that share are one graph: go back from all of them at once, or keep it.
         call: as for `Linear.forward`.
 
     Returns:
@@ -144,10 +146,87 @@ def forward_shared(x: Tensor, modules: Sequence[nn.Module], call: int = 0) -> tu
     if not modules:
         raise ValueError(f"modules={modules!r}: give at least one layer")
     check_run_number(call)
-    layers = [m for m in modules if isinstance(m, Linear)]
-    if not shareable(modules):
-        return tuple(m(x, call=call) if call and isinstance(m, LinearLayer) else m(x) for m in modules)
-    return run_shared(x, layers, call, _handed_over(x, layers[0], call))
+    if shareable(modules):
+        layers: Any = modules
+        return run_shared(x, layers, call, _handed_over(x, layers[0], call))
+    if not all(type(module) is Linear and is_sharded(module.weight) for module in modules):
+        return tuple(_called(module, x, call) for module in modules)
+    if torch.compiler.is_compiling():  # whose layers would run eagerly one by one
+        from halfbyte.functional.eager import eagerly
+
+        return eagerly(_of_parts, (x, modules, call), {})
+    return _of_parts(x, modules, call)
+
+
+def _called(module: Any, x: Tensor, call: int) -> Any:
+    return module(x, call=call) if call and isinstance(module, LinearLayer) else module(x)
+
+
+def _of_parts(x: Any, modules: Sequence[Any], call: int) -> tuple[Tensor, ...]:
+    """Return what forward_shared does of layers of whose weights ranks hold parts."""
+    if not _are_alike(modules) or any(_has_other_hooks(layer) for layer in modules):
+        return tuple(_called(layer, x, call) for layer in modules)
+    given: list[Any] = [x] * len(modules)
+    for i, layer in enumerate(modules):
+        for before in layer._forward_pre_hooks.values():
+            laid_out = before(layer, (given[i],))
+            given[i] = given[i] if laid_out is None else laid_out
+    first = given[0]
+    weights = [layer.weight for layer in modules]
+    if any(one is not first for one in given) or not are_sharded(first) or _are_apart(first, *weights):
+        outputs = [layer.forward(one, call) for layer, one in zip(modules, given, strict=True)]
+    else:
+        outputs = list(run_shared(first, modules, call, None))
+    for i, layer in enumerate(modules):
+        for after in layer._forward_hooks.values():
+            laid_out = after(layer, (given[i],), outputs[i])
+            outputs[i] = outputs[i] if laid_out is None else laid_out
+    return tuple(outputs)
+
+
+def _are_alike(layers: Sequence[Any]) -> bool:
+    """Whether layers, each there once, follow one recipe, and ranks hold the same part of their weights."""
+    first = layers[0]
+    if len(set(map(id, layers))) < len(layers) or not first.recipe.specs:
+        return False
+    for layer in layers:
+        if layer.entry is not None or layer.shared_input is not None:
+            return False
+        if layer.weight.placements != first.weight.placements or layer.recipe != first.recipe:
+            return False
+    return True
+
+
+def _are_apart(*tensors: Any) -> bool:
+    """Whether DTensors lie on several meshes."""
+    return any(tensor.device_mesh != tensors[0].device_mesh for tensor in tensors)
+
+
+_STYLES = "torch.distributed.tensor.parallel.style"
+
+
+def _has_other_hooks(module: nn.Module) -> bool:
+    """Whether calling a module does more than torch's tensor-parallel styles have it do, to lay out x and the output.
+
+    These put functions of theirs into hooks of `distribute_module`; what other hooks do may need the call itself.
+    """
+    hooks = [*module._forward_pre_hooks.values(), *module._forward_hooks.values()]
+    backward = module._backward_hooks or module._backward_pre_hooks
+    if backward or module._forward_hooks_with_kwargs or module._forward_pre_hooks_with_kwargs:
+        return True
+    if nn.modules.module._has_any_global_hook() or module._compiled_call_impl is not None:
+        return True
+    return "forward" in vars(module) or not all(map(_is_of_style, hooks))
+
+
+def _is_of_style(hook: Any) -> bool:
+    code = getattr(hook, "__code__", None)
+    held = dict(zip(code.co_freevars, hook.__closure__ or (), strict=True)) if code is not None else {}
+    for name in ("input_fn", "output_fn"):
+        if name in held:
+            function = held[name].cell_contents
+            return getattr(function, "func", function).__module__ == _STYLES
+    return False
 
 
 def run_alone(x: Tensor, layer: LinearLayer, call: int) -> Tensor:

@@ -8,6 +8,7 @@ the bits never depend on it. Compiled code does not see changes in place (docs/f
 
 from __future__ import annotations
 
+import threading
 import weakref
 from collections.abc import Callable
 from typing import NamedTuple
@@ -77,15 +78,25 @@ def _circumstances(x: Tensor, layers: tuple[nn.Module, ...], call: int) -> tuple
     same = call, torch.is_grad_enabled(), autocast_dtype(x.device), *(layer.recipe for layer in linears)
     if torch.compiler.is_compiling():  # which knows no versions, and no inference mode but as one without gradients
         return same
-    parts = [(id(layer.weight), _version(layer.weight), getattr(layer.run_state, "advances", 0)) for layer in linears]
-    return *same, torch.is_inference_mode_enabled(), *parts
+    found = [*same, torch.is_inference_mode_enabled()]
+    for layer in linears:
+        found.append(getattr(layer.run_state, "advances", 0))
+        for parameter in (layer.weight, layer.bias):
+            found += () if parameter is None else (id(parameter), _version(parameter), parameter.requires_grad)
+    return tuple(found)
+
+
+def _parameters(layers: tuple[nn.Module, ...]) -> list[Tensor]:
+    """Return the weights of layers, and their biases as far as they have some."""
+    found = [parameter for layer in layers if isinstance(layer, Linear) for parameter in (layer.weight, layer.bias)]
+    return [parameter for parameter in found if parameter is not None]
 
 
 def _places(layers: tuple[nn.Module, ...]) -> tuple[Whereabouts, ...]:
-    """Return where the weights lie: new data change neither a Parameter's identity nor its version."""
+    """Return where weights and biases lie: new data change neither a Parameter's identity nor its version."""
     if torch.compiler.is_compiling():
         return ()
-    return tuple(Whereabouts(layer.weight) for layer in layers if isinstance(layer, Linear))
+    return tuple([Whereabouts(parameter) for parameter in _parameters(layers)])
 
 
 class _Given(NamedTuple):
@@ -101,7 +112,7 @@ class _Computed(NamedTuple):
     """Outputs of siblings that the first computed from `of`, None as above.
 
     made: under which circumstances.
-    places: where the weights lay, for those who can ask.
+    places: where weights and biases lay, for those who can ask.
     """
 
     of: Tensor | None
@@ -114,15 +125,14 @@ class _Computed(NamedTuple):
         """Whether `layers` would compute the same now."""
         if self.made != _circumstances(x, layers, call):
             return False
-        linears = (layer for layer in layers if isinstance(layer, Linear))
-        return all(place.are_of(layer.weight) for place, layer in zip(self.places, linears, strict=False))
+        return all(place.are_of(one) for place, one in zip(self.places, _parameters(layers), strict=False))
 
 
 class _Known:
     """What is known about a tensor that `by` shares."""
 
-    def __init__(self, by: SharedInput) -> None:
-        self.by = by
+    def __init__(self, by: SharedInput, *, is_attached: bool = False) -> None:
+        self.by, self.is_attached = by, is_attached
         self.given: _Given | None = None
         self.computed: _Computed | None = None
 
@@ -143,7 +153,16 @@ class SharedInput:
 
     def __init__(self, owner: nn.Module, names: tuple[str, ...]) -> None:
         self.owner, self.names = owner, names
-        self._own = _Known(self)
+        self._traced, self._threads = _Known(self), threading.local()
+
+    @property
+    def _own(self) -> _Known:
+        """What the thread that asks knows: another that runs the module meanwhile has a tensor of its own."""
+        if torch.compiler.is_compiling():
+            return self._traced
+        if not hasattr(self._threads, "known"):
+            self._threads.known = _Known(self)
+        return self._threads.known
 
     @property
     def layers(self) -> tuple[nn.Module, ...]:
@@ -154,7 +173,7 @@ class SharedInput:
         if torch.compiler.is_compiling():
             # Attached to y, all of it begins and ends where y does: a checkpoint inside the region may change nothing
             # that is older, and outputs that nobody came for do not leave the region.
-            known = _Known(self)
+            known = _Known(self, is_attached=True)
             known.given = _Given(None, 0, amaxes, how)
             setattr(y, _ATTRIBUTE, known)
         elif (amaxes.row is not None or amaxes.col is not None) and _is_watched(y):
@@ -177,6 +196,8 @@ class SharedInput:
         layers = self.layers
         index = next((i for i, other in enumerate(layers) if other is layer), None)
         known = self._known(x)
+        if known is not self._traced and self._traced.computed is not None and not torch.compiler.is_compiling():
+            self._traced.computed = None  # of a compiled sibling: nobody eager asks for it, and it would stay alive
         computed = known.computed
         if (
             index
@@ -193,7 +214,7 @@ class SharedInput:
         if index != 0 or len(layers) == 1 or not shareable(layers) or not _is_watched(x):
             return run_alone(x, layer, call)
         y, *others = forward_shared(x, layers, call)
-        of = x if known is self._own else None
+        of = None if known.is_attached else x
         known.computed = _Computed(of, _version(x), (None, *others), _circumstances(x, layers, call), _places(layers))
         return y
 

@@ -71,6 +71,10 @@ class Explanation:
         return "\n".join((f"{self.op} on {self.target}", *(f"{i}. {step}" for i, step in enumerate(self.steps, 1))))
 
 
+_OPERANDS = tuple(f"{gemm}.{side}" for gemm in ("fprop", "dgrad", "wgrad") for side in "ab")
+"""Places in a recipe."""
+
+
 def read_spec(word: Spec | str | None) -> Spec | None:
     """Return a spec by its key, whose last parts may be left out, or by a place in a preset, `nvfp4.dgrad.a`.
 
@@ -86,10 +90,11 @@ def read_spec(word: Spec | str | None) -> Spec | None:
         return word
     if word in PLAIN:
         return None
-    preset, *place = word.split(".", 2)
-    if preset in recipes.PRESETS and len(place) == 2 and place[0] in ("fprop", "dgrad", "wgrad") and place[1] in "ab":
-        product = getattr(recipes.get(preset), place[0])
-        return product and getattr(product, place[1])
+    preset, _, place = word.partition(".")
+    if preset in recipes.PRESETS and place in _OPERANDS:
+        gemm, side = place.split(".")
+        found = getattr(recipes.get(preset), gemm)
+        return found and getattr(found, side)
     for default in (NVFP4().key, MXFP8().key):
         parts, given = default.split("/"), word.split("/")
         if given[0] == parts[0]:
@@ -236,9 +241,12 @@ def _op(op: str | None, shape: Sequence[int], groups: int) -> str:
         op = ("grouped_" if groups else "") + ("gemm" if len(shape) == 3 else "quantize")
     if op not in OPS:
         raise ValueError(f"op={op!r}: use one of {', '.join(OPS)}")
-    if len(shape) != OPS[op][0] or any(type(n) is not int or n < 0 for n in shape):
-        sizes = {2: "two, as in 16384x2880", 3: "three, as in 8192x4096x4096"}[OPS[op][0]]
+    if len(shape) != OPS[op][0]:
+        sizes = {2: "two sizes, as in 16384x2880", 3: "three sizes, as in 8192x4096x4096"}[OPS[op][0]]
         raise ValueError(f"shape={tuple(shape)}: {op} takes {sizes}")
+    wrong = next((n for n in shape if type(n) is not int or n < 0), None)
+    if wrong is not None:
+        raise ValueError(f"shape={tuple(shape)}: {wrong!r} is no size; give an int, 0 or more")
     if op == "grouped_experts" and shape[0] == 0:
         raise ValueError(f"shape={tuple(shape)}: give the weights of at least one expert")
     if math.prod(sorted(shape)[-2:]) * (shape[0] if op == "grouped_experts" else max(1, groups)) > MOST:

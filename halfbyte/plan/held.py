@@ -147,8 +147,12 @@ def _gathered(job: Job, blocks: int, is_kept: bool) -> float:
         return 0.0
     each = job.value_bytes if is_kept or job.gather != "nvfp4" else _bytes_of_codes(job)
     largest = max(_gathered_block(job, kind, each) for kind in job.architecture.kinds)
-    edges = job.architecture.edges - shared_edges(job).gathered(job)[1]
-    return blocks * largest + job.value_bytes * edges / job.mesh.tp
+    shared, config = shared_edges(job), job.architecture.config
+    edges = job.architecture.edges - shared.gathered(job)[1]
+    is_coded = job.gather == "nvfp4" and job.follows_head and not shared.head
+    head = config.vocab_size * config.dim if is_coded else 0
+    held = job.value_bytes * (edges - head) + (_bytes_of_codes(job) * head if is_coded else 0.0)
+    return blocks * largest + held / job.mesh.tp
 
 
 def _gathered_block(job: Job, kind: Kind, each: float) -> float:

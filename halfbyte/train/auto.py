@@ -127,7 +127,7 @@ def lines(config: TrainConfig, facts: Facts, choices: Mapping[Option, OptionChoi
         asked = getattr(config.run if option == "graph" else config, option)
         if asked == "auto" and (choice.follows or (facts.device != "cpu" and not choice.is_on)):
             found.append(f"{option}: {_word(choice.is_on)}, {choice.reason}; {_remedy(option, choice, config)}")
-        elif asked == "on" and option == "graph" and facts.device == "cpu":
+        elif asked == "on" and option == "graph" and facts.device == "cpu" and config.device != "cuda":
             found.append("graph: off, a CPU has no CUDA graphs; leave --graph out")
     return tuple(found)
 

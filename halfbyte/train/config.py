@@ -48,8 +48,9 @@ class DataConfig:
     def __post_init__(self) -> None:
         if not self.text_field:
             raise ValueError("text_field='': name the field of a record that holds its text")
-        check_positive(self, "sequence", "batch", "accumulate", "held_out")
-        check_fraction(self, "held_out")
+        check_positive(self, "sequence", "batch", "accumulate")
+        if not 0 < self.held_out < 1:
+            raise ValueError(f"held_out={self.held_out}: give a share of the tokens, above 0 and below 1")
         kind, _, size = self.tokenizer.partition(":")
         if self.tokenizer != "bytes" and not (kind == "bpe" and size.isdecimal() and 257 <= int(size) <= 1 << 20):
             raise ValueError(f"tokenizer={self.tokenizer!r}: use 'bytes' or 'bpe:N' with 257 <= N <= 1048576")
@@ -368,7 +369,7 @@ def differences(ours: dict, theirs: dict, prefix: str = "") -> list[str]:
 
 
 def _brief(value: object) -> str:
-    text = repr(value)
+    text = {True: "on", False: "off"}[value] if isinstance(value, bool) else repr(value)
     return text if len(text) <= LONGEST else f"{text[:LONGEST]}…"
 
 

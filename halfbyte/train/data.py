@@ -51,9 +51,10 @@ def load_data(config: DataConfig, cache: Path) -> Data:
         train, held_out = tokens[:split], tokens[split:]
     for part, name in ((train, "training"), (held_out, "held-out")):
         if len(part) <= config.sequence:
+            remedy = "" if apart else f" or a {'smaller' if part is train else 'larger'} --held-out"
             raise ValueError(
                 f"corpus={config.corpus!r}: {len(part)} {name} tokens do not fill one sequence of {config.sequence}; "
-                "give more text, a shorter --sequence or a larger --held-out"
+                f"give more text{', ' if remedy else ' or '}a shorter --sequence{remedy}"
             )
     summary = corpus.summary() | {
         "tokenizer": coder.key,

@@ -368,6 +368,21 @@ def wrong_on_one(rank: int, world: int) -> list[str]:
     return said
 
 
+def other_tokens_on_one(rank: int, world: int) -> list[str]:
+    """Return what is said where rank 1 alone brings other tokens, or leaves out an argument."""
+    x, _, offsets = given(rank, world)
+    said = []
+    for capacity in (None, 40):
+        module = shared(world, capacity=capacity)
+        changes = {"x": x.double()}, {"x": x.bfloat16()}, {"x": x[:, :-16]}, {"x": x.tolist()}
+        for named in (*changes, {"x": None}, {"offsets": None}):
+            found, both = Answers(), {"x": x, "offsets": offsets}
+            arguments = {k: v for k, v in (both | named).items() if v is not None} if rank == 1 else both
+            found.ask("it", partial(module, **arguments))
+            said.append(found["it"])
+    return said
+
+
 def changed_tokens(world: int, x: Tensor, offsets: Tensor) -> None:
     class Scaled(Experts):
         def forward(self, x, offsets):

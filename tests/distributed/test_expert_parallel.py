@@ -112,9 +112,21 @@ def test_what_is_refused():
 
 def test_offsets_that_one_rank_has_wrong_raise_on_every_rank():
     other, own = ranks.run(2, models.wrong_on_one, seconds=60)
-    assert len(other) == 10 and {text.partition(" of those")[0] for text in other} == {"ValueError: offsets of rank 1"}
+    assert len(other) == 10 and {text.partition(" of those")[0] for text in other} == {"ValueError: rank 1"}
     starts = ("ValueError: offsets: group", "ValueError: offsets: they end at", "ValueError: x.shape=", "TypeError")
     assert all(text.startswith(start) for text, start in zip(own, (*starts, "TypeError") * 2, strict=True)), own
+
+
+def test_other_tokens_or_arguments_on_one_rank_raise_on_every_rank():
+    other, own = ranks.run(2, models.other_tokens_on_one, seconds=60)
+    assert len(other) == len(own) == 12 and other[6:] == other[:6] and own[6:] == own[:6]
+    dtype, single, width, plain, x, ends = own[:6]
+    assert dtype.startswith("TypeError: x.dtype=torch.float64") and plain.startswith("TypeError: x=list: give tokens")
+    assert single.startswith("ValueError: x: ") and width.startswith("ValueError: x: ")
+    assert (x.split()[1], ends.split()[1]) == ("x", "offsets") and x.startswith("TypeError") and "missing" in ends
+    refused = "ValueError: rank 1 of those that share the experts has no tokens"
+    assert [text.startswith(refused) for text in other[:6]] == [True, False, False, True, True, True]
+    assert "rank 1 torch.bfloat16 with" in other[1] and "rank 1 torch.float32 with" in other[2]
 
 
 @pytest.mark.parametrize("dispatch", ["plain", "nvfp4"])
@@ -126,7 +138,7 @@ def test_tokens_beyond_the_capacity_get_zeros(dispatch):
 def test_codes_take_at_most_0_29_of_the_bytes_of_bf16():
     plain, codes = (ranks.run(2, models.traffic, dispatch, 256)[0] for dispatch in ("plain", "nvfp4"))
     way, sent, back = "all_to_all_single", 96 * 256 * 2, 80 * 256 * 2
-    sizes = {("forward", way, "int64"): 4 * 8}  # of the groups, of every expert
+    sizes = {("forward", way, "int64"): (4 + 2) * 8}  # of the groups, of every expert, and what each rank's tokens are
     gradients = {("backward", way, "bfloat16"): sent + back}
     assert plain == sizes | {("forward", way, "bfloat16"): sent + back} | gradients
     as_codes = 96 * (128 + 16 + 4)

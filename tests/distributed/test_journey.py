@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import random
 import threading
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
 import torch
 
-from halfbyte.distributed.journey import Holders, Journey, journey
+from halfbyte.distributed.journey import Holders, Journey, Leaving, journey
 
 
 def journeys(world: int, offsets: list[torch.Tensor], tokens: int, capacity: int | None) -> list[Journey]:
@@ -19,8 +20,10 @@ def journeys(world: int, offsets: list[torch.Tensor], tokens: int, capacity: int
     return made
 
 
-def run_ranks(world: int, offsets: list[torch.Tensor], tokens: int, capacity: int | None) -> tuple[list, list[str]]:
-    """Return the journeys of ranks, and what those say that raise ValueError."""
+def run_ranks(
+    world: int, offsets: list[torch.Tensor], tokens: int, capacity: int | None, kinds: Sequence[dict[str, Any]] = ()
+) -> tuple[list, list[str]]:
+    """Return the journeys of ranks, and what those say that raise ValueError; `kinds`: of each rank's tokens."""
     box: dict[int, Any] = {}
     barrier, made, said = threading.Barrier(world, timeout=30), [None] * world, [""] * world
 
@@ -35,7 +38,8 @@ def run_ranks(world: int, offsets: list[torch.Tensor], tokens: int, capacity: in
     def run(rank: int) -> None:
         ranks = Ranks(experts=len(offsets[0]), world=world, rank=rank, group="")
         try:
-            made[rank] = journey(ranks, offsets[rank], tokens, capacity)
+            given = kinds[rank] if kinds else {"features": 16, "dtype": torch.bfloat16}
+            made[rank] = journey(ranks, offsets[rank], Leaving(count=tokens, **given), capacity)
         except ValueError as error:
             said[rank] = str(error)
 
@@ -106,9 +110,28 @@ def test_ends_that_one_rank_has_wrong_raise_on_every_rank(wrong, ends, what, cap
     _, said = run_ranks(2, offsets, 12, capacity)
     assert said[wrong] == f"offsets: {what}; give the cumulative ends of the groups"
     assert said[1 - wrong] == (
-        f"offsets of rank {wrong} of those that share the experts are no cumulative ends of groups of its tokens; it "
-        "says what is wrong with them"
+        f"rank {wrong} of those that share the experts has no tokens with cumulative ends of their groups; it says "
+        "what is wrong with them"
     )
+
+
+@pytest.mark.parametrize("capacity", [None, 4, 64])
+@pytest.mark.parametrize(
+    ("other", "named"),
+    [
+        ({"features": 16, "dtype": torch.float32}, "torch.float32 with 16 features"),
+        ({"features": 16, "dtype": torch.float16}, "torch.float16 with 16 features"),
+        ({"features": 17, "dtype": torch.bfloat16}, "torch.bfloat16 with 17 features"),
+        ({"features": 1 << 20, "dtype": torch.float32}, "torch.float32 with 1048576 features"),
+    ],
+)
+def test_tokens_of_another_dtype_or_width_raise_on_every_rank(other, named, capacity):
+    usual = {"features": 16, "dtype": torch.bfloat16}
+    _, said = run_ranks(3, [torch.tensor([2, 2, 7, 12, 12])] * 3, 12, capacity, [usual, other, usual])
+    starts = [text.partition(";")[0] for text in said]
+    this, mine = "x: this rank of those that share the experts brings", "torch.bfloat16 with 16 features"
+    assert starts[0] == starts[2] == f"{this} {mine}, rank 1 {named}"
+    assert starts[1] == f"{this} {named}, rank 0 {mine}, rank 2 {mine}"
 
 
 @pytest.mark.parametrize("capacity", [None, 4])
@@ -117,6 +140,6 @@ def test_all_ranks_are_named_whose_ends_are_wrong(capacity):
     _, said = run_ranks(3, offsets, 12, capacity)
     assert [text.partition(";")[0] for text in said] == [
         "offsets: group 1 ends at 3, before it begins, at 5",
-        "offsets of rank 0, 2 of those that share the experts are no cumulative ends of groups of its tokens",
+        "rank 0, 2 of those that share the experts has no tokens with cumulative ends of their groups",
         "offsets: they end at 13 of 12 tokens",
     ]

@@ -208,3 +208,49 @@ def test_outputs_may_be_changed_in_place(shape):
             relu(function(*leaves)).square().sum().backward()
             results.append([leaf.grad for leaf in leaves])
         assert all(torch.equal(a, b) for a, b in zip(*results, strict=True)), name
+
+
+@pytest.mark.parametrize("recipe", ["bf16", "nvfp4"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_a_bias_of_fp32_beside_weights_of_fewer_bits(recipe, dtype):
+    x, w, bias, dy = cases.tensors(dtype=dtype)
+    bias = bias.float() * 1.001
+    y, _, _, db = run(x, w, bias, dy, hb.recipes.get(recipe))
+    assert (y.dtype, db.dtype) == (dtype, torch.float32)
+    rounded = run(x, w, None, dy, hb.recipes.get(recipe), out_dtype=torch.float32)[0] + bias
+    assert recipe == "bf16" or torch.equal(y, rounded.to(dtype)), "rounded once"
+    product = x.double() @ w.double().T
+    twice = ROUND[dtype] * (product.abs() + y.double().abs())  # the product and the sum
+    assert recipe != "bf16" or ((y.double() - product - bias).abs() <= 1.01 * twice + 1e-6).all()
+    torch.testing.assert_close(db, dy.to(dtype).float().flatten(0, -2).sum(0), rtol=1e-5, atol=1e-5)
+    activated = linear_activation(x, Layers([w], [bias], [None], [None], [None], [RNG]), "relu2", recipe)[0]
+    torch.testing.assert_close(activated, y.relu().square(), rtol=2e-2, atol=1e-3)
+
+
+def test_a_bias_of_another_dtype_in_high_precision_keeps_digits_and_composes_with_transforms():
+    layer = hb.nn.Linear(32, 16, recipe="bf16", dtype=torch.float64)
+    layer.bias.data = layer.bias.data.float()
+    x = torch.randn(3, 8, 32, dtype=torch.float64, requires_grad=True)
+    expected = x.detach().numpy() @ layer.weight.detach().numpy().T + layer.bias.detach().numpy()
+    torch.testing.assert_close(layer(x), torch.from_numpy(expected), rtol=1e-14, atol=1e-14)
+    torch.testing.assert_close(torch.func.vmap(layer)(x), torch.from_numpy(expected), rtol=1e-14, atol=1e-14)
+    (dx,) = torch.autograd.grad(layer(x).pow(3).sum(), x, create_graph=True)
+    (second,) = torch.autograd.grad(dx.sum(), x)  # of (w x + b)^3: 6 w (w x + b) sum of w
+    w, y = layer.weight.detach(), torch.from_numpy(expected)
+    torch.testing.assert_close(second, (6 * y * w.sum(1)) @ w)
+
+
+@pytest.mark.parametrize("written", ["weight", "x"])
+def test_a_write_to_what_a_backward_in_high_precision_reads_is_refused_in_torchs_words(written):
+    """Values that turn for it are views made without gradients, of which torch says something else."""
+    for layer in (
+        hb.nn.Linear(32, 48, recipe="nvfp4_forward"),
+        hb.nn.GroupedLinear(2, 32, 48, recipe="nvfp4_forward"),
+    ):
+        ends = () if isinstance(layer, hb.nn.Linear) else (torch.tensor([8, 16]),)
+        inner = torch.randn(16, 32, requires_grad=True) * 1
+        y = layer(inner, *ends)
+        with torch.no_grad():
+            (layer.weight if written == "weight" else inner).mul_(2)
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            y.sum().backward()

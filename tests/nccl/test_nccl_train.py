@@ -61,5 +61,5 @@ def test_in_high_precision_the_order_of_sums_is_all_that_differs(found):
 def test_layers_that_ranks_share_over_fsdp2(found):
     """FSDP2 alone, whose ranks draw other bits, strays from one process by 12 % in a step behind the fortieth."""
     alone, shared = found
-    tensors.near_one_process(shared[:8], alone[:8], first=2e-3)
+    tensors.near_one_process(shared[:8], alone[:8], first=2e-3, later=0.02)
     assert abs(sum(shared) - sum(alone)) < 0.03 * sum(alone)

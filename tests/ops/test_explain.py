@@ -204,8 +204,11 @@ def test_words_for_specs(word, spec):
     [
         ((64, 64), ("nvfp5",), {}, "spec='nvfp5': give a key"),
         ((64, 64), ("nvfp4/3x3",), {}, "key='nvfp4/3x3"),
+        ((64, 64), ("nvfp4.dgrad.ab",), {}, "spec='nvfp4.dgrad.ab': give a key"),
+        ((64, 64), ("nvfp4.dgrad.",), {}, "spec='nvfp4.dgrad.': give a key"),
         ((64,), ("nvfp4",), {}, r"shape=\(64,\): quantize takes two"),
-        ((64, -1), ("nvfp4",), {}, r"shape=\(64, -1\)"),
+        ((64, -1), ("nvfp4",), {}, r"shape=\(64, -1\): -1 is no size; give an int, 0 or more"),
+        ((64, 64.0), ("nvfp4",), {}, r"shape=\(64, 64.0\): 64.0 is no size"),
         ((1 << 40, 1 << 40), ("nvfp4",), {"target": "sm_90"}, "more than 2\\*\\*48 elements"),
         ((1 << 30, 8, 1 << 30), ("nvfp4", "nvfp4"), {"target": "sm_90"}, "more than 2\\*\\*48 elements"),
         ((64, 64, 64), ("nvfp4",), {}, "gemm takes two"),

@@ -122,8 +122,8 @@ def test_what_is_gathered_has_room_for_the_form_that_takes_more(recipe, each):
     """Of a forward and a backward that read other codes, those of eight bits."""
     found = plan(PlanRequest(model="llama3-8b", gpus=8, mesh="dp_shard=8", recipe=f"{recipe}@all", recompute="full"))
     block = 2 * 4096**2 + 2 * 4096 * 1024 + 3 * 4096 * 14_336
-    edges = 2 * 128_256 * 4096 + 4096
-    assert found.moments[0].bytes["gathered layers"] == pytest.approx(2 * (each * block + 2 * 2 * 4096) + 2 * edges)
+    words, head = 2 * (128_256 * 4096 + 4096), each * 128_256 * 4096
+    assert found.moments[0].bytes["gathered layers"] == pytest.approx(2 * (each * block + 2 * 2 * 4096) + words + head)
 
 
 def test_a_sharded_run_whose_weights_come_as_codes_holds_what_adds_up_by_hand():
@@ -146,8 +146,9 @@ def test_experts_that_ranks_share_are_held_in_values():
     shape = models.find_architecture("deepseek-v3")
     sparse = shape.kinds[1]
     others = sum(m.numel for m in shape.matrices(sparse) if m.experts == 1)
+    head = 129_280 * 7168
     fewer = plain.moments[0].bytes["gathered layers"] - coded.moments[0].bytes["gathered layers"]
-    assert fewer == pytest.approx(2 * others * (2 - 0.5 - 1 / 16 - 1 / 256))
+    assert fewer == pytest.approx((2 * others + head) * (2 - 0.5 - 1 / 16 - 1 / 256))
 
 
 def test_experts_are_split_by_ep_and_their_masters_by_all():
@@ -170,3 +171,17 @@ def test_the_peak_is_the_largest_moment_and_fits_only_below_the_room():
     assert found.fits == (found.peak.total <= 0.92 * 139.8 * GIB) and found.fits
     assert not plan(PlanRequest(model="llama3-8b", gpus=1, mesh="dp_shard=1", hardware="h100")).fits
     assert all(set(moment.bytes) == set(held.KINDS) for moment in found.moments)
+
+
+def test_a_head_that_follows_the_recipe_is_held_as_the_codes_it_is_gathered_in():
+    """Llama-3-8B's has 128,256 words; a code, a scale a block of 16 and one a tile of 256 are 0.5664 bytes."""
+    words, code = 128_256 * 4096, 0.5 + 1 / 16 + 1 / 256
+    request = {"model": "llama3-8b", "gpus": 4, "mesh": "dp_shard=4", "recipe": "nvfp4@all"}
+    codes, values, shared = (
+        plan(PlanRequest(**request, **options)).moments[0].bytes["gathered layers"]
+        for options in ({}, {"gather": "bf16"}, {"head": "shared", "sequence": 512})
+    )
+    matrices = 2 * 4096**2 + 2 * 4096 * 1024 + 3 * 4096 * 14_336
+    assert codes == pytest.approx(2 * (code * matrices + 2 * 2 * 4096) + 2 * (words + 4096) + code * words)
+    assert values == pytest.approx(2 * 2 * (matrices + 2 * 4096) + 2 * (2 * words + 4096))
+    assert shared == pytest.approx(2 * (code * matrices + 2 * 2 * 4096) + 2 * 4096)

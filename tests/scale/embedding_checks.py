@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 
 import ranks
@@ -170,7 +171,7 @@ def waits(rank: int, world: int, way: str) -> list[str]:
     model = nn.Sequential(nn.Embedding(40, DIM))
     with exchanging(way):
         handle = hb.distributed.shard_embedding_(model, ranks.mesh(world), tokens=5)
-    fixed_rows.check_ids = lambda ids, rows: None  # what a GPU reports itself
+    fixed_rows.check_ids = lambda *arguments: None  # what a GPU reports itself
     with Called() as called:
         for is_last in (False, True):
             handle.set_requires_gradient_sync(is_last)
@@ -239,6 +240,12 @@ def choices(rank: int, world: int) -> list[str]:
     plain += [nn.Embedding(40, DIM, scale_grad_by_freq=True), nn.Embedding(40, DIM, sparse=True)]
     found = [hb.distributed.shard_embedding_(model, mesh, tokens=8) for model in (tied, nn.Sequential(*plain))]
     assert not any(handle.params for handle in found)
+    apart = nn.Sequential(nn.Embedding(40, DIM), nn.Linear(DIM, 40, bias=False))
+    of_one = SimpleNamespace(param_dtype=torch.bfloat16, param_dtype_override_fn=lambda weight: torch.float32)
+    of_none = SimpleNamespace(param_dtype=torch.bfloat16, param_dtype_override_fn=lambda weight: None)
+    found += [hb.distributed.shard_embedding_(apart, mesh, tokens=8, head="1", policy=of_one)]
+    apart[0].weight.grad_dtype = torch.bfloat16
+    found += [hb.distributed.shard_embedding_(apart, mesh, tokens=8, head="1", policy=of_none)]
     return [row.reason for handle in found for row in handle.rows]
 
 
@@ -269,6 +276,40 @@ def more_than_one_message_holds(rank: int, world: int) -> list[bool]:
     expected = torch.zeros(43).index_add_(0, every.flatten(), weights)[:, None].expand(-1, DIM) / world
     gradient = model[0].weight.grad.full_tensor()
     return [torch.equal(rows, whole[every[rank]]), torch.equal(gradient, expected)]
+
+
+class Unreadable:
+    """What fails in words of its own as it is read."""
+
+    def __len__(self) -> int:
+        raise KeyError("no")
+
+    __getitem__ = __array__ = __len__  # type: ignore[assignment]
+
+
+def wrong_on_one(rank: int, world: int) -> list[str]:
+    """What is said where rank 1 alone asks for what is no row of 41, which ranks do not divide."""
+    said = []
+    right = torch.tensor([0, 40])
+    mesh = ranks.mesh(world)
+    in_parts = DTensor.from_local(right, mesh, run_check=False)
+    wrongs = [torch.tensor([3, 41]), torch.tensor([-1]), torch.tensor([0.5]), torch.tensor([True]), [0, 1], None]
+    wrongs += [torch.tensor([1j]), right.to("meta"), in_parts, right.to_sparse(), Unreadable()]
+    wrongs += [torch.nested.nested_tensor([right, right])]
+    for way in WAYS:
+        model = nn.Sequential(nn.Embedding(41, DIM))
+        with exchanging(way):
+            hb.distributed.shard_embedding_(model, mesh, tokens=4)
+        for wrong in (*wrongs, [0] * 9):
+            try:
+                model(wrong if rank == 1 else right.repeat(5)[:9] if wrong == [0] * 9 else right)
+                said.append("nothing")
+            except (IndexError, TypeError, ValueError) as error:
+                said.append(f"{type(error).__name__}: {error}")
+        dtype = (torch.int64, torch.int32, torch.int16, torch.uint8)[rank]
+        whole = model[0].weight.full_tensor()
+        assert torch.equal(model(right.to(dtype)), whole[right]), "and goes on, of any integers on any rank"
+    return said
 
 
 def never_sent(rank: int, world: int) -> list[str]:

@@ -41,7 +41,7 @@ def test_a_host_waits_for_counts_and_for_nothing_in_messages_of_one_size():
     for rank in ranks.run(2, embedding_checks.waits, "one size"):
         assert rank == []
     for rank in ranks.run(2, embedding_checks.waits, "counts"):
-        assert {"_unique2", "bincount", "_local_scalar_dense"} <= set(rank)
+        assert {"_unique2", "bincount"} <= set(rank)
 
 
 def test_ranks_may_have_fewer_tokens_than_messages_have_room_for():
@@ -80,10 +80,12 @@ def test_what_a_head_tied_to_it_exchanges_counts_beside_rows():
 
 def test_a_gather_is_chosen_where_it_is_fewer_bytes_or_others_read_the_weight():
     for rank in ranks.run(2, embedding_checks.choices):
-        tied, padded, scaled, small, by_frequency, sparse = rank
+        tied, padded, scaled, small, by_frequency, sparse, *apart = rank
         assert tied.startswith("other modules have it too") and padded.startswith("padding_idx")
         assert scaled.startswith("max_norm") and small == "8 tokens may name as many bytes as its 6 rows have"
         assert by_frequency == sparse == "its gradients are scaled by frequency, or sparse"
+        own = "it or its gradients have a dtype of their own (param_dtype_override_fn, grad_dtype)"
+        assert apart == [own, own, own, ""], "embedding and head, whose policy says so; an embedding alone"
 
 
 def test_of_as_many_bytes_the_way_without_waiting_is_not_taken():
@@ -151,3 +153,14 @@ def test_meshes_and_models_that_cannot_be_are_refused():
         assert embedding == f"ValueError: 0.weight is a DTensor: {asked} weights that every rank holds"
         assert head == f"ValueError: 0.weight is a DTensor: {asked} whole weights"
         assert truths == "TypeError: ids.dtype=torch.bool: rows are named by integers; give int64"
+
+
+@pytest.mark.parametrize("world", [2, 3])
+def test_what_one_rank_asks_for_that_is_no_row_raises_on_every_rank(world):
+    found = ranks.run(world, embedding_checks.wrong_on_one, seconds=60)
+    own = ["ids: the embedding has 41 rows, and one of 41 is asked", "ids: -1 names no row"]
+    kinds = ["IndexError", "IndexError", *["TypeError"] * 5, "ValueError", *["TypeError"] * 5]
+    assert [text.partition(":")[0] for text in found[1]] == 2 * kinds
+    assert [text.partition(": ")[2] for text in found[1][:2]] == own and found[1][13:] == found[1][:13]
+    told = "IndexError: ids of rank 1 of those that share the embedding name no row; it says which"
+    assert [said for rank, said in enumerate(found) if rank != 1] == [[told] * 26] * (world - 1)

@@ -19,18 +19,36 @@ def run_on(folder: str, mesh: str, out: str, **changes) -> configs.TrainConfig:
     return mesh_checks.run_on(folder, "nano", MESHES[mesh], out, **changes)
 
 
-@pytest.mark.parametrize("mesh, steps", [("tp", 8), pytest.param("fsdp2", 50, marks=pytest.mark.full)])
-def test_losses_are_those_of_one_process(folder, mesh, steps):
+@pytest.mark.parametrize("mesh", ["tp", "fsdp2"])
+def test_losses_are_those_of_one_process(folder, mesh):
     """As far as the order of sums allows, which moves a code now and then; under FSDP2 ranks also draw apart."""
-    alone = losses(run_on(folder, "one", f"one-{mesh}", steps=steps), "nvfp4")
-    shared = losses(run_on(folder, mesh, f"losses-{mesh}", steps=steps), "nvfp4")
+    alone = losses(run_on(folder, "one", f"one-{mesh}"), "nvfp4")
+    shared = losses(run_on(folder, mesh, f"losses-{mesh}"), "nvfp4")
     near_one_process(shared, alone, 1e-5 if mesh == "tp" else 2e-3)
 
 
-def near_one_process(shared: list[float], alone: list[float], first: float) -> None:
-    """Check losses of ranks that share features, the first one closely."""
+@pytest.mark.full
+@pytest.mark.parametrize("mesh", ["tp", "fsdp2"])
+def test_fifty_steps_leave_one_process_no_faster_than_another_learning_rate_does(folder, mesh):
+    """Moved codes grow with every step: a millionth of the learning rate moves a loss by up to 16 % within 50."""
+    alone = run_on(folder, "one", f"long-{mesh}", steps=50)
+    optim = replace(alone.optim, lr=alone.optim.lr * (1 + 1e-6))
+    moved = replace(run_on(folder, "one", f"moved-{mesh}", steps=50), optim=optim)
+    shared = run_on(folder, mesh, f"long-{mesh}-ranks", steps=50)
+    of_alone, of_moved, of_shared = (losses(run, "nvfp4") for run in (alone, moved, shared))
+    near_one_process(of_shared[:8], of_alone[:8], 2e-3)
+    assert distance(of_shared, of_alone) < 2 * distance(of_moved, of_alone)
+
+
+def distance(some: list[float], others: list[float]) -> float:
+    """Return by what part losses differ, the mean over steps."""
+    return sum(abs(a - b) / b for a, b in zip(some, others, strict=True)) / len(others)
+
+
+def near_one_process(shared: list[float], alone: list[float], first: float, later: float = 0.005) -> None:
+    """Check the first losses of ranks that share features, the very first closely: 0.2 % is the most seen on a CPU."""
     assert abs(shared[0] - alone[0]) < first
-    assert all(abs(a - b) < 0.02 * b for a, b in zip(shared, alone, strict=True))
+    assert all(abs(a - b) < later * b for a, b in zip(shared, alone, strict=True))
 
 
 def test_a_checkpoint_goes_on_on_any_mesh(folder):

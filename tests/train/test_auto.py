@@ -315,7 +315,7 @@ def test_a_run_of_a_gpu_goes_on_elsewhere_as_it_began(run, pretended, monkeypatc
     stop_after(loop.Trainer(config, "nvfp4", data), 3)
     assert not capsys.readouterr().err
     monkeypatch.setattr(auto, "facts", lambda device: CPU)
-    with pytest.raises(ValueError, match=r"holds another run \(fuse: True there, False here\)"):
+    with pytest.raises(ValueError, match=r"holds another run \(fuse: on there, off here\)"):
         loop.train(replace(config, fuse="off"), "nvfp4", data)
     loop.train(config, "nvfp4", data)
     assert losses(config) == losses(whole)

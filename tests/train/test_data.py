@@ -179,3 +179,10 @@ def test_tokens_of_another_tokenizer_are_not_taken(folder, capsys):
     second = data.load_data(config, folder / "cache")
     assert second.summary["tokens_sha256"] != first.summary["tokens_sha256"]
     assert "tokens: the cached file was made from something else" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("share", "part", "change"), [(0.99999, "training", "smaller"), (1e-9, "held-out", "larger")])
+def test_too_little_text_for_a_sequence_says_what_helps(folder, share, part, change):
+    config = DataConfig(corpus=str(folder / "corpus"), sequence=32, held_out=share)
+    with pytest.raises(ValueError, match=f"{part} tokens do not fill one sequence of 32; .* or a {change} --held-out"):
+        data.load_data(config, folder / "cache")

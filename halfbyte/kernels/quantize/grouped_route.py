@@ -44,7 +44,9 @@ EXPERT_TILE = ExpertsTile(16, 256, 4)
 
 
 def _shared_problem(call: GroupedCall) -> Reason | None:
-    if call.row is not None and call.col is not None and share_tiles(call.row.spec, call.col.spec):
+    if call.row is None or call.col is None:
+        return Reason("one orientation is wanted")
+    if share_tiles(call.row.spec, call.col.spec):
         return None
     return Reason("the orientations do not share 16x16 tiles")
 
