@@ -11,9 +11,9 @@ from __future__ import annotations
 
 import ctypes
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -27,9 +27,30 @@ from halfbyte.kernels import record
 from halfbyte.kernels.target import Target, assumed
 
 
+class Access(NamedTuple):
+    """What one instruction reads or writes of one tensor's memory, by the threads that do.
+
+    name: "ld" or "st".
+    tensor: its number among the launch's.
+    program, warp: of each thread; warps are numbered through all programs.
+    offset: bytes from where the tensor's memory begins.
+    size: bytes of each thread.
+    """
+
+    name: str
+    tensor: int
+    program: np.ndarray
+    warp: np.ndarray
+    offset: np.ndarray
+    size: int
+
+
 @contextmanager
-def emulated(target: Target) -> Iterator[list[str]]:
+def emulated(target: Target, watch: Callable[[Access], None] | None = None) -> Iterator[list[str]]:
     """Give the names of the kernels that launchers launch inside the context, which run here as `target` would.
+
+    Args:
+        watch: is told what instructions read and write of tensors.
 
     Raises:
         NotImplementedError: a kernel has an instruction that is not emulated.
@@ -38,7 +59,7 @@ def emulated(target: Target) -> Iterator[list[str]]:
 
     def run(kernel: JITFunction, *args, grid, warmup, **kwargs) -> None:
         names.append(kernel.fn.__name__)
-        _launch(kernel, target, args, kwargs, grid)
+        _launch(kernel, target, args, kwargs, grid, watch)
 
     original = JITFunction.run
     JITFunction.run = run
@@ -52,7 +73,7 @@ def emulated(target: Target) -> Iterator[list[str]]:
 _programs: dict[str, tuple[Program, int]] = {}
 
 
-def _launch(kernel: JITFunction, target: Target, args: tuple, kwargs: dict, grid: Any) -> None:
+def _launch(kernel: JITFunction, target: Target, args: tuple, kwargs: dict, grid: Any, watch: Any) -> None:
     launch = record._specialized(kernel, target, args, kwargs)
     if launch.key not in _programs:
         source = ASTSource(launch.kernel, launch.signature, launch.constants, launch.attributes)
@@ -68,7 +89,9 @@ def _launch(kernel: JITFunction, target: Target, args: tuple, kwargs: dict, grid
         _flatten(kind, bound[name], values, tensors)
     grid = grid(bound) if callable(grid) else grid
     grid = (*grid, 1, 1)[:3]
-    _Machine(program, values, tensors, grid, 32 * launch.options["num_warps"], shared).run()
+    machine = _Machine(program, values, tensors, grid, 32 * launch.options["num_warps"], shared)
+    machine.watch = watch
+    machine.run()
 
 
 def _flatten(kind: Any, value: Any, values: list, tensors: list[torch.Tensor]) -> None:
@@ -85,6 +108,8 @@ def _flatten(kind: Any, value: Any, values: list, tensors: list[torch.Tensor]) -
 
 class _Machine:
     """One launch: the registers of all threads [programs * threads], global memory where tensors have it."""
+
+    watch: Callable[[Access], None] | None = None
 
     def __init__(
         self, program: Program, values: list, tensors: list[torch.Tensor], grid: tuple, threads: int, shared: int
@@ -279,11 +304,14 @@ class _Machine:
             return
         assert space == "global", space
         left = np.ones(len(chosen), bool)
-        for start, length, view in self.memory:
+        for tensor, (start, length, view) in enumerate(self.memory):
             here = left & (address >= np.uint64(start)) & (address < np.uint64(start + length))
             if here.any():
                 index = (address[here] - np.uint64(start)).astype(np.int64)
                 assert int(index.max()) + size * count <= length, f"{name}: beyond a tensor"
+                if self.watch is not None:
+                    threads = chosen[here]
+                    self.watch(Access(name, tensor, self.block[threads], threads // 32, index, size * count))
                 self._move_bytes(name, view, index, dtype, parts, chosen[here], mask)
                 left &= ~here
             if not left.any():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -87,6 +88,27 @@ print(ptx_checks.check("nearest", "sm_90")[0])
 def test_what_is_not_stored_or_not_launched_is_seen():
     assert run("-c", STORES_NOTHING).startswith("['whole: ")
     assert run("-c", LAUNCHES_NOTHING) == "whole: no kernel was launched"
+
+
+SMALLER_TILES = """
+import ptx_requests
+from halfbyte.kernels.quantize import both_route
+both_route.tile_for = lambda row, col: both_route.PairTile(32, 64, 2)
+print(ptx_requests.requests("gradient").written)
+"""
+
+
+def test_requests_are_a_line_for_each_row_and_column_of_a_tile():
+    lines = run(str(TESTS / "ptx_requests.py"), "gradient", "activation").splitlines()
+    tiles = {"gradient": (64, 64), "activation": (64, 128)}
+    for line, (case, (rows, cols)) in zip(lines, tiles.items(), strict=True):
+        name, first, _, written = re.fullmatch(
+            r"(\w+): ([\d.]+) read, ([\d.]+) read again, ([\d.]+) written", line
+        ).groups()
+        assert name == case
+        assert 0 <= float(first) - 1024 * 2 / 128 < 1  # x once, amaxes and draws
+        assert float(written) == 1024 * (2 / rows + 2 / cols)  # codes and scales both ways
+    assert float(run("-c", SMALLER_TILES)) == 1024 * (2 / 32 + 2 / 64)
 
 
 @pytest.mark.parametrize(
