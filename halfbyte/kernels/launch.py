@@ -67,6 +67,22 @@ class Watcher(Protocol):
     def launched(self, launch: Launched) -> None: ...
 
 
+class PutOff(NamedTuple):
+    """A launch that is put off.
+
+    kernel, args, grid, options: as `kernel[grid](*args, **options)` takes them.
+    """
+
+    kernel: Any
+    args: tuple
+    grid: tuple[int, ...]
+    options: dict[str, Any]
+
+    def run(self, compile_only: bool = False) -> None:
+        """Launch it now, or see to it that it is compiled."""
+        self.kernel.run(*self.args, grid=self.grid, warmup=compile_only, **self.options)
+
+
 class Launched(NamedTuple):
     """What one launch was.
 
@@ -86,6 +102,7 @@ class Launched(NamedTuple):
 
 class _Watchers(threading.local):
     last: Any = None
+    put_off: Callable[[PutOff], None] | None = None
     events: list[Any] | None = None
 
 
@@ -93,14 +110,19 @@ _WATCHERS = _Watchers()  # whose defaults are found faster than a getattr's
 
 
 @contextmanager
-def watching(watcher: Watcher) -> Iterator[None]:
-    """Tell `watcher` of every launch of this thread; the innermost one is told."""
-    before = _WATCHERS.last
-    _WATCHERS.last = watcher
+def watching(watcher: Watcher, put_off: Callable[[PutOff], None] | None = None) -> Iterator[None]:
+    """Tell `watcher` of every launch of this thread; the innermost one is told.
+
+    Args:
+        watcher: is told.
+        put_off: is given each launch instead, to be run outside of this.
+    """
+    before = _WATCHERS.last, _WATCHERS.put_off
+    _WATCHERS.last, _WATCHERS.put_off = watcher, put_off
     try:
         yield
     finally:
-        _WATCHERS.last = before
+        _WATCHERS.last, _WATCHERS.put_off = before
 
 
 def watcher() -> Any:
@@ -211,6 +233,8 @@ class Kernel(JITFunction):
         if (events := rehearsal()) is not None:
             events.append(_launched(self, None, grid, args, kwargs))
             return None
+        if not warmup and _WATCHERS.put_off is not None:
+            return _WATCHERS.put_off(PutOff(self, args, grid, kwargs))
         named = {**RELEASED, **dict(zip(kwargs, _plain(kwargs.values()), strict=True))}
         compiled = super().run(*_plain(args), grid=grid, warmup=warmup, **named)
         if not warmup:
@@ -231,11 +255,14 @@ class InterpretedKernel(InterpretedFunction):
         if (events := rehearsal()) is not None:
             events.append(_launched(self, None, grid, args, kwargs))
             return None
+        if warmup:
+            return None  # there is nothing to compile
+        if _WATCHERS.put_off is not None:
+            return _WATCHERS.put_off(PutOff(self, args, grid, kwargs))
         named = dict(zip(kwargs, _plain(kwargs.values()), strict=True))
         with _disable_current_modes():  # the interpreter computes with torch
-            super().run(*_plain(args), grid=grid, warmup=warmup, **named)
-        if not warmup:
-            _tell(self, None, grid, args, kwargs)
+            super().run(*_plain(args), grid=grid, warmup=False, **named)
+        _tell(self, None, grid, args, kwargs)
         return None
 
 

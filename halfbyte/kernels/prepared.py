@@ -11,18 +11,21 @@ from __future__ import annotations
 
 import threading
 import warnings
-from collections.abc import Callable, Hashable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
+from triton.runtime import _async_compile
+from triton.runtime._async_compile import AsyncCompileMode
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from halfbyte.kernels import launch
 from halfbyte.kernels.calling import Shape
-from halfbyte.kernels.launch import Launch, Launched, Pointer, Program, Varying, with_parts
+from halfbyte.kernels.launch import Launch, Launched, Pointer, Program, PutOff, Varying, with_parts
 from halfbyte.kernels.repeating import known
 from halfbyte.kernels.repeating.known import ALIGNMENT, Records
 from halfbyte.kernels.repeating.steps import Allocation, Op, Slot, View, map_nested, tensors_in
@@ -32,6 +35,9 @@ MAX_RECORDS = 4096
 
 ONE_ALLOCATION = 2 << 20
 """Bytes of what only launches use that a record allocates at once; more would live longer than it has to."""
+
+MAX_COMPILERS = 8
+"""Kernels of a request that are compiled at once; ranks of a machine compile beside each other."""
 
 SECTOR = 512
 """Alignment of memory, in bytes, as torch's allocator gives it."""
@@ -61,8 +67,16 @@ def _depends_on_values(func: Any, used: list[Tensor]) -> bool:
     return torch.Tag.inplace_view in func.tags or torch.Tag.dynamic_output_shape in func.tags
 
 
+def _only_looks(func: Any) -> bool:
+    """Whether an op makes a view, which reads no memory."""
+    found = [argument.alias_info for argument in func._schema.arguments]
+    return any(found) and not func._schema.is_mutable
+
+
 class Recorder(TorchDispatchMode):
     """Records what a function does with tensors.
+
+    Launches wait until something reads what they write, so that their kernels are compiled side by side.
 
     Args:
         tensors: that it is given; None for none.
@@ -76,6 +90,8 @@ class Recorder(TorchDispatchMode):
         self._slots: dict[int, int] = {}
         self._seen: list[Tensor] = []  # kept alive, so that no two have one id
         self._roots: dict[int, tuple[int, int]] = {}
+        self._waiting: list[tuple[int, PutOff]] = []
+        self._place: int | None = None
         self.count, self._given = 0, len(tensors)
         self.present = {slot for slot, tensor in enumerate(tensors) if tensor is not None}
         for tensor in tensors:
@@ -114,9 +130,25 @@ class Recorder(TorchDispatchMode):
             self.refuse(f"a tensor {tuple(tensor.shape)} came from outside")
         return slot
 
+    def put_off(self, asked: PutOff) -> None:
+        """Let a launch wait; its step stands where it was asked for."""
+        asked.run(compile_only=True)
+        self._waiting.append((len(self.steps), asked))
+        self.steps.append(None)
+
+    def launch_waiting(self) -> None:
+        """Launch what waits, in order."""
+        waiting, self._waiting = self._waiting, []
+        with launch.watching(self):
+            for self._place, asked in waiting:
+                asked.run()
+        self._place = None
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         used = tensors_in((args, kwargs))
+        if not (func in ALLOCATIONS or _only_looks(func)):
+            self.launch_waiting()
         result = func(*args, **kwargs)
         if self.refusal:
             return result
@@ -188,7 +220,7 @@ class Recorder(TorchDispatchMode):
 
         arguments = {name: with_parts(name, given, without_memory) for name, given in launched.arguments.items()}
         if self.refusal is None:
-            self.steps.append(Launch(launched._replace(arguments=arguments), pointers))
+            self.steps[self._place] = Launch(launched._replace(arguments=arguments), pointers)
 
 
 class Record:
@@ -374,8 +406,10 @@ def _call(
         return function(static, tensors, numbers)
     recorder = Recorder(tensors)
     varying = [Varying(i, number) for i, number in enumerate(numbers)]
-    with recorder, launch.watching(recorder), around():
-        outputs, value = function(static, tensors, varying)
+    with _compiling_together(where[0]):
+        with recorder, launch.watching(recorder, recorder.put_off), around():
+            outputs, value = function(static, tensors, varying)
+        recorder.launch_waiting()
     if recorder.refusal is None:
         record = Record(recorder, len(tensors), outputs, value, usual)
     else:
@@ -383,6 +417,19 @@ def _call(
         warnings.warn(f"{name} is worked out anew in every call, slower on the host: {recorder.refusal}", stacklevel=1)
     _keep(key, recorder.refusal or record)
     return outputs, value
+
+
+@contextmanager
+def _compiling_together(device: torch.device) -> Iterator[None]:
+    """Compile what is run with `warmup` inside in threads of their own; whoever launches it waits for it alone."""
+    if device.type != "cuda" or _async_compile.active_mode.get() is not None:
+        yield
+        return
+    try:
+        with ThreadPoolExecutor(MAX_COMPILERS) as compilers, AsyncCompileMode(compilers, ignore_errors=True):
+            yield  # who launches what does not compile is told why
+    finally:
+        _async_compile.active_mode.set(None)  # also after ctrl-C while it waits
 
 
 def _keep(key: Hashable, record: Record | str | None) -> None:

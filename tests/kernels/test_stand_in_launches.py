@@ -14,8 +14,8 @@ HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
 
 
-def given(folder: Path, beside: list[Path]) -> dict:
-    """Run stand_in_launches.py with what comes first on the path; return what it prints."""
+def given(folder: Path, beside: list[Path], script: str = "stand_in_launches.py") -> dict:
+    """Run a script with what comes first on the path; return what it prints."""
     include = next(path for path in (*beside, Path(triton.__file__).parents[1]) if (path / "triton").is_dir())
     library = folder / "libcuda.so.1"
     build = ["gcc", "-shared", "-fPIC", "-O1", "-I", str(include / "triton/backends/nvidia/include")]
@@ -26,7 +26,7 @@ def given(folder: Path, beside: list[Path]) -> dict:
         "TRITON_LIBCUDA_PATH": str(folder),
         "TRITON_CACHE_DIR": str(folder / "cache"),
     }
-    command = [sys.executable, str(HERE / "stand_in_launches.py"), str(folder)]
+    command = [sys.executable, str(HERE / script), str(folder)]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=240)
     assert done.returncode == 0, done.stderr[-3000:]
     return json.loads(done.stdout.splitlines()[-1])
@@ -46,3 +46,11 @@ def test_this_triton(tmp_path):
     found = given(tmp_path, [])
     assert found["triton"] == triton.__version__
     check(found)
+
+
+def test_kernels_of_a_request_are_compiled_side_by_side(tmp_path):
+    found = given(tmp_path, [], "compiling_together.py")
+    assert found["together"] == "none"  # each of two waited until the other was being compiled as well
+    assert found["launches"] == [2, 4]  # worked out, then repeated
+    assert "no size is negative" in found["wrong"] and found["stopped"] == "KeyboardInterrupt: "
+    assert found["after both"], "kernels of others would wait for compilers that are gone"
