@@ -69,8 +69,8 @@ def _depends_on_values(func: Any, used: list[Tensor]) -> bool:
 
 def _only_looks(func: Any) -> bool:
     """Whether an op makes a view, which reads no memory."""
-    found = [argument.alias_info for argument in func._schema.arguments]
-    return any(found) and not func._schema.is_mutable
+    aliases = [argument.alias_info for argument in func._schema.arguments]
+    return any(aliases) and not func._schema.is_mutable
 
 
 class Recorder(TorchDispatchMode):
@@ -147,7 +147,7 @@ class Recorder(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         used = tensors_in((args, kwargs))
-        if not (func in ALLOCATIONS or _only_looks(func)):
+        if used and not (func in ALLOCATIONS or _only_looks(func)):
             self.launch_waiting()
         result = func(*args, **kwargs)
         if self.refusal:
