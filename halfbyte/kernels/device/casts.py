@@ -54,7 +54,19 @@ MAX_OF_HALVES = tl.constexpr("{.reg .b32 t; prmt.b32 t, $1, $1, 0x1032; max.NaN.
 
 # |x| * encode with the absolute value as an operand modifier; 16 times a word plus 8 times a sign bit plus a code.
 MULTIPLY_ABS = tl.constexpr("{.reg .f32 a; abs.f32 a, $1; mul.rn.f32 $0, a, $2;}")
-SHIFT_IN_NIBBLE = tl.constexpr("{.reg .b32 t; shf.l.wrap.b32 t, $2, $1, 1; mad.lo.u32 $0, t, 8, $3;}")
+# `least_lines` of |$1| * $2 in one operation: Triton's passes take a time that grows with the square of their number.
+LEAST_LINE = tl.constexpr(
+    "{.reg .f32 a, f, g, h; .reg .b32 s, t; abs.f32 a, $1; mul.rn.f32 a, a, $2;"
+    "fma.rn.f32 f, a, 0f40000000, 0f4B000000; add.rn.f32 g, a, 0f4B000002; fma.rn.f32 h, a, 0f3F000000, 0f4B000004;"
+    "mov.b32 s, f; mov.b32 t, g; min.u32 s, s, t; mov.b32 t, h; min.u32 $0, s, t;}"
+)
+
+# 8 nibbles of the sign of $1 to $8 and the code of $9 to $16, bits of 2^23 + code, the last shifted in first.
+PACK_NIBBLES = tl.constexpr(
+    "{.reg .b32 w, t, x; mov.b32 w, 0;"
+    + "".join(f"mov.b32 x, ${i}; shf.l.wrap.b32 t, x, w, 1; mad.lo.u32 w, t, 8, ${i + 8};" for i in range(8, 0, -1))
+    + "sub.u32 $0, w, 0xFB000000;}"
+)
 
 # What the IEEE reciprocal does where its range check passes: one step of Newton.
 REGULAR_RECIPROCAL = tl.constexpr(
@@ -148,11 +160,17 @@ def least_lines(xs, START: tl.constexpr, encode):
     """Return `nearest_codes` of what rounds to a code of E2M1, 8 elements from START."""
     out = ()
     for i in tl.static_range(START, START + 8):
-        a = scaled_magnitude(xs[i], encode)
-        low = tl.fma(a, 2.0, MAGIC).to(tl.uint32, bitcast=True)
-        middle = (a + (MAGIC + 2.0)).to(tl.uint32, bitcast=True)
-        high = tl.fma(a, 0.5, MAGIC + 4.0).to(tl.uint32, bitcast=True)
-        out = out + (tl.minimum(tl.minimum(low, middle), high),)
+        if has_ptx():
+            x, factor = tl.broadcast(xs[i], encode)
+            out = out + (
+                tl.inline_asm_elementwise(LEAST_LINE, "=r,f,f", [x, factor], dtype=tl.uint32, is_pure=True, pack=1),
+            )
+        else:
+            a = scaled_magnitude(xs[i], encode)
+            low = tl.fma(a, 2.0, MAGIC).to(tl.uint32, bitcast=True)
+            middle = (a + (MAGIC + 2.0)).to(tl.uint32, bitcast=True)
+            high = tl.fma(a, 0.5, MAGIC + 4.0).to(tl.uint32, bitcast=True)
+            out = out + (tl.minimum(tl.minimum(low, middle), high),)
     return out
 
 
@@ -185,15 +203,15 @@ def truncated_codes(xs, START: tl.constexpr, encode):
 @triton.jit
 def pack_word(xs, START: tl.constexpr, codes):
     """Return 8 nibbles as uint32, element START in the low one: the sign of x, the code of the bits 2^23 + code."""
+    if has_ptx():
+        given = part(xs, START, 8) + codes
+        return tl.inline_asm_elementwise(
+            PACK_NIBBLES, "=r,f,f,f,f,f,f,f,f,r,r,r,r,r,r,r,r", given, dtype=tl.uint32, is_pure=True, pack=1
+        )
     word = xs[START].to(tl.uint32, bitcast=True) & 0
     for j in tl.static_range(8):
         bits = xs[START + 7 - j].to(tl.uint32, bitcast=True)
-        if not has_ptx():
-            word = (((word << 1) | (bits >> 31)) << 3) + codes[7 - j]
-        else:
-            word = tl.inline_asm_elementwise(
-                SHIFT_IN_NIBBLE, "=r,r,r,r", [word, bits, codes[7 - j]], dtype=tl.uint32, is_pure=True, pack=1
-            )
+        word = (((word << 1) | (bits >> 31)) << 3) + codes[7 - j]
     return word - PACK_BIAS
 
 
