@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 from triton import knobs
+from triton.compiler import ASTSource
 from triton.runtime.interpreter import InterpretedFunction
 from triton.runtime.jit import JITFunction, create_function_from_signature, mangle_type
 
@@ -83,6 +84,14 @@ class PutOff(NamedTuple):
         self.kernel.run(*self.args, grid=self.grid, warmup=compile_only, **self.options)
 
 
+class Deferring(Protocol):
+    """Who lets launches wait."""
+
+    def put_off(self, asked: PutOff) -> None: ...
+
+    def launch_waiting(self) -> None: ...
+
+
 class Launched(NamedTuple):
     """What one launch was.
 
@@ -102,7 +111,7 @@ class Launched(NamedTuple):
 
 class _Watchers(threading.local):
     last: Any = None
-    put_off: Callable[[PutOff], None] | None = None
+    deferring: Deferring | None = None
     events: list[Any] | None = None
 
 
@@ -110,19 +119,26 @@ _WATCHERS = _Watchers()  # whose defaults are found faster than a getattr's
 
 
 @contextmanager
-def watching(watcher: Watcher, put_off: Callable[[PutOff], None] | None = None) -> Iterator[None]:
+def watching(watcher: Watcher, deferring: Deferring | None = None) -> Iterator[None]:
     """Tell `watcher` of every launch of this thread; the innermost one is told.
 
     Args:
         watcher: is told.
-        put_off: is given each launch instead, to be run outside of this.
+        deferring: is given each launch instead, to be run outside of this.
     """
-    before = _WATCHERS.last, _WATCHERS.put_off
-    _WATCHERS.last, _WATCHERS.put_off = watcher, put_off
+    _launch_waiting()
+    before = _WATCHERS.last, _WATCHERS.deferring
+    _WATCHERS.last, _WATCHERS.deferring = watcher, deferring
     try:
         yield
     finally:
-        _WATCHERS.last, _WATCHERS.put_off = before
+        _WATCHERS.last, _WATCHERS.deferring = before
+
+
+def _launch_waiting() -> None:
+    """Launch what was asked for before something else is done with launches."""
+    if _WATCHERS.deferring is not None:
+        _WATCHERS.deferring.launch_waiting()
 
 
 def watcher() -> Any:
@@ -133,6 +149,7 @@ def watcher() -> Any:
 @contextmanager
 def rehearsing() -> Iterator[list[Any]]:
     """Launch nothing in this thread; give the list of what would be: a `route.Choice` each, and each `Launched`."""
+    _launch_waiting()
     before, events = rehearsal(), []
     _WATCHERS.events = events
     try:
@@ -199,6 +216,23 @@ def _names(fn: Callable) -> tuple[tuple[str, ...], frozenset[str]]:
     return tuple(parameters), frozenset(name for name, p in parameters.items() if "constexpr" in str(p.annotation))
 
 
+_PARSING = threading.RLock()
+
+
+class Source(ASTSource):
+    """What is compiled. One thread at a time parses it: where two do, CPython's `ast.parse` may raise SystemError."""
+
+    def hash(self) -> str:
+        if self.fn.hash is not None:  # parsed before, and nobody is to wait for another kernel's IR
+            return super().hash()
+        with _PARSING:
+            return super().hash()
+
+    def make_ir(self, *args: Any, **kwargs: Any) -> Any:
+        with _PARSING:
+            return super().make_ir(*args, **kwargs)
+
+
 class Kernel(JITFunction):
     """A compiled kernel."""
 
@@ -210,6 +244,7 @@ class Kernel(JITFunction):
     def create_binder(self) -> tuple:
         """Return what Triton keeps for a device, the binder of arguments last."""
         *known, backend, _ = super().create_binder()
+        self.ASTSource = Source
         return *known, backend, self.binder(backend)
 
     def binder(self, backend: Any) -> Callable[..., tuple]:
@@ -233,8 +268,8 @@ class Kernel(JITFunction):
         if (events := rehearsal()) is not None:
             events.append(_launched(self, None, grid, args, kwargs))
             return None
-        if not warmup and _WATCHERS.put_off is not None:
-            return _WATCHERS.put_off(PutOff(self, args, grid, kwargs))
+        if not warmup and _WATCHERS.deferring is not None:
+            return _WATCHERS.deferring.put_off(PutOff(self, args, grid, kwargs))
         named = {**RELEASED, **dict(zip(kwargs, _plain(kwargs.values()), strict=True))}
         compiled = super().run(*_plain(args), grid=grid, warmup=warmup, **named)
         if not warmup:
@@ -257,8 +292,8 @@ class InterpretedKernel(InterpretedFunction):
             return None
         if warmup:
             return None  # there is nothing to compile
-        if _WATCHERS.put_off is not None:
-            return _WATCHERS.put_off(PutOff(self, args, grid, kwargs))
+        if _WATCHERS.deferring is not None:
+            return _WATCHERS.deferring.put_off(PutOff(self, args, grid, kwargs))
         named = dict(zip(kwargs, _plain(kwargs.values()), strict=True))
         with _disable_current_modes():  # the interpreter computes with torch
             super().run(*_plain(args), grid=grid, warmup=False, **named)

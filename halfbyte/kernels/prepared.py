@@ -12,21 +12,20 @@ from __future__ import annotations
 import threading
 import warnings
 from collections.abc import Callable, Hashable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, nullcontext
+from functools import lru_cache
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
-from triton.runtime import _async_compile
-from triton.runtime._async_compile import AsyncCompileMode
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from halfbyte.kernels import launch
 from halfbyte.kernels.calling import Shape
 from halfbyte.kernels.launch import Launch, Launched, Pointer, Program, PutOff, Varying, with_parts
 from halfbyte.kernels.repeating import known
+from halfbyte.kernels.repeating.compiling import compiling_together
 from halfbyte.kernels.repeating.known import ALIGNMENT, Records
 from halfbyte.kernels.repeating.steps import Allocation, Op, Slot, View, map_nested, tensors_in
 
@@ -35,9 +34,6 @@ MAX_RECORDS = 4096
 
 ONE_ALLOCATION = 2 << 20
 """Bytes of what only launches use that a record allocates at once; more would live longer than it has to."""
-
-MAX_COMPILERS = 8
-"""Kernels of a request that are compiled at once; ranks of a machine compile beside each other."""
 
 SECTOR = 512
 """Alignment of memory, in bytes, as torch's allocator gives it."""
@@ -67,8 +63,11 @@ def _depends_on_values(func: Any, used: list[Tensor]) -> bool:
     return torch.Tag.inplace_view in func.tags or torch.Tag.dynamic_output_shape in func.tags
 
 
+@lru_cache(maxsize=512)
 def _only_looks(func: Any) -> bool:
-    """Whether an op makes a view, which reads no memory."""
+    """Whether an op makes a view, which reads no memory. Ops made of others say so of what may be a copy."""
+    if torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), "CompositeImplicitAutograd"):
+        return False  # they come whole in inference mode
     aliases = [argument.alias_info for argument in func._schema.arguments]
     return any(aliases) and not func._schema.is_mutable
 
@@ -138,11 +137,18 @@ class Recorder(TorchDispatchMode):
 
     def launch_waiting(self) -> None:
         """Launch what waits, in order."""
+        if not self._waiting:
+            return
         waiting, self._waiting = self._waiting, []
-        with launch.watching(self):
-            for self._place, asked in waiting:
-                asked.run()
-        self._place = None
+        try:
+            with launch.watching(self):
+                for self._place, asked in waiting:
+                    asked.run()
+        except BaseException:
+            self.refuse("a launch of it failed")  # and the function went on without it
+            raise
+        finally:
+            self._place = None
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -406,30 +412,18 @@ def _call(
         return function(static, tensors, numbers)
     recorder = Recorder(tensors)
     varying = [Varying(i, number) for i, number in enumerate(numbers)]
-    with _compiling_together(where[0]):
-        with recorder, launch.watching(recorder, recorder.put_off), around():
+    with compiling_together(where[0]):
+        with recorder, launch.watching(recorder, recorder), around():
             outputs, value = function(static, tensors, varying)
         recorder.launch_waiting()
     if recorder.refusal is None:
+        assert None not in recorder.steps, "a launch that waited was not told of"
         record = Record(recorder, len(tensors), outputs, value, usual)
     else:
         name = f"{function.__module__}.{getattr(function, '__qualname__', function)}"
         warnings.warn(f"{name} is worked out anew in every call, slower on the host: {recorder.refusal}", stacklevel=1)
     _keep(key, recorder.refusal or record)
     return outputs, value
-
-
-@contextmanager
-def _compiling_together(device: torch.device) -> Iterator[None]:
-    """Compile what is run with `warmup` inside in threads of their own; whoever launches it waits for it alone."""
-    if device.type != "cuda" or _async_compile.active_mode.get() is not None:
-        yield
-        return
-    try:
-        with ThreadPoolExecutor(MAX_COMPILERS) as compilers, AsyncCompileMode(compilers, ignore_errors=True):
-            yield  # who launches what does not compile is told why
-    finally:
-        _async_compile.active_mode.set(None)  # also after ctrl-C while it waits
 
 
 def _keep(key: Hashable, record: Record | str | None) -> None:

@@ -5,10 +5,12 @@ Prints as JSON what became of each. FOLDER has libcuda.so.1, as for stand_in_lau
 
 from __future__ import annotations
 
+import ast
 import ctypes
 import json
 import sys
 import threading
+import time
 from contextlib import nullcontext
 from pathlib import Path
 
@@ -77,6 +79,39 @@ def stopped(*args, **kwargs):
     raise KeyboardInterrupt
 
 
+def several(static, tensors, numbers):
+    for size in range(1, 25):
+        doubling_kernel[(1,)](tensors[0], torch.empty(64), SIZE=static[0], num_warps=1, num_stages=size)
+    return (torch.empty(1),), None
+
+
+def first_wrong(*args, **kwargs):
+    begun.append(1)
+    if len(begun) == 1:
+        raise ValueError("the first of them")
+    time.sleep(0.5)
+    return triton.compile(*args, **kwargs)
+
+
+def parsed_alone(*args, **kwargs):
+    """Parse, which CPython's ast.parse does not in two threads at once."""
+    parsing.append(1)
+    found["parsing"] = max(found.get("parsing", 0), len(parsing))
+    time.sleep(0.01)
+    try:
+        return parse(*args, **kwargs)
+    finally:
+        parsing.pop()
+
+
+def afterwards() -> None:
+    """Work out a request when the main thread has ended, as a thread may that trains."""
+    threading.main_thread().join()
+    compile_with(triton.compile)
+    found["at the end"] = error_of(both, 64)
+    print(json.dumps(found))
+
+
 def error_of(function, *static: int) -> str:
     try:
         call(function, *static)
@@ -99,4 +134,12 @@ if __name__ == "__main__":
     found["launches"] = [launches(library) - before]
     call(both, 32)
     found["launches"].append(launches(library) - before)
-    print(json.dumps(found))
+    begun: list[int] = []
+    compile_with(first_wrong)
+    found["first wrong"], found["begun"] = error_of(several, 32), len(begun)
+    compile_with(triton.compile)
+    parsing: list[int] = []
+    parse, ast.parse = ast.parse, parsed_alone
+    found["again"] = error_of(several, 32)
+    ast.parse = parse
+    threading.Thread(target=afterwards).start()

@@ -28,6 +28,10 @@ def test_launches_are_repeated(tmp_path):
     stand_in.check(found)
 
 
+def test_kernels_of_a_request_are_compiled_side_by_side(tmp_path):
+    stand_in.check_together(stand_in.given(tmp_path, [NEWEST], "compiling_together.py"))
+
+
 @pytest.mark.parametrize("case", ["activation", pytest.param("gradient", marks=pytest.mark.full)])
 def test_a_kernel_makes_the_bytes_of_the_reference(case):
     environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}

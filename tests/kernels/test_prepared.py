@@ -288,6 +288,77 @@ def test_inference_mode(first):
             assert prepared.call(function, (), (values(3),))[0][0].is_inference() == inference
 
 
+COPIES = {
+    "contiguous": lambda x: x.T.contiguous(),
+    "reshape": lambda x: x.T.reshape(-1),
+    "flatten": lambda x: x.T.flatten(),
+    "ravel": lambda x: x.T.ravel(),
+    "to": lambda x: x.to(torch.bfloat16),
+    "double": lambda x: x.double(),
+    "clone": lambda x: x.clone(),
+}
+
+
+@pytest.mark.parametrize("name", COPIES)
+@pytest.mark.parametrize("where", [nullcontext, torch.inference_mode, torch._C._AutoDispatchBelowAutograd])
+def test_what_may_be_a_view_reads_what_was_launched(where, name):
+    """Ops that are made of others come whole in inference mode, and say of their copies that they are views."""
+
+    def function(static, tensors, numbers):
+        out = torch.full((2, SIZE // 2), -7.0)
+        add_kernel[(1,)](tensors[0], out, 1, SIZE=SIZE)
+        return (COPIES[name](out),), None
+
+    with where():
+        want = COPIES[name]((values() + 1).view(2, -1))
+        for made in (prepared.call(function, (), (values(),))[0][0] for _ in range(3)):  # worked out, then repeated
+            assert torch.equal(made, want)
+    assert reason() is None
+
+
+def test_launches_come_in_the_order_in_which_they_are_asked_for():
+    """Also where somebody else watches or rehearses meanwhile."""
+
+    class Order:
+        def launched(self, told):
+            seen.append(outs[0].tolist())
+
+    def function(static, tensors, numbers):
+        out, other = torch.zeros(SIZE), torch.zeros(SIZE)
+        outs[:] = [out]
+        add_kernel[(1,)](tensors[0], out, 1, SIZE=SIZE)
+        with launch.watching(Order()):
+            add_kernel[(1,)](tensors[0], other, 1, SIZE=SIZE)
+        add_kernel[(1,)](tensors[0], out, 2, SIZE=SIZE)
+        with launch.rehearsing():
+            more = out + 1
+        return (out, more), None
+
+    seen, outs = [], []
+    out, more = prepared.call(function, (), (values(),))[0]
+    assert seen == [(values() + 1).tolist()]
+    assert torch.equal(out, values() + 2) and torch.equal(more, values() + 3)
+
+
+def test_a_failed_launch_that_is_caught_leaves_no_record():
+    class Refusing:
+        def run(self, *args, warmup, **options):
+            if not warmup:
+                raise ValueError("mine")
+
+    def function(static, tensors, numbers):
+        out = torch.zeros(SIZE)
+        launch._WATCHERS.deferring.put_off(launch.PutOff(Refusing(), (), (1,), {}))
+        try:
+            return (out + 1,), None
+        except ValueError:
+            return (out + 2,), None
+
+    with pytest.warns(UserWarning, match="a launch of it failed"):
+        (made,), _ = prepared.call(function, (), (values(),))
+    assert torch.equal(made, torch.full((SIZE,), 2.0)) and "failed" in reason()
+
+
 @pytest.mark.parametrize("before, after", [(False, True), (True, False)])
 def test_autocast(before, after):
     """A function switches it off for a product; whoever repeats it is no less exact."""

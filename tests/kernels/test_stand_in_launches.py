@@ -49,8 +49,15 @@ def test_this_triton(tmp_path):
 
 
 def test_kernels_of_a_request_are_compiled_side_by_side(tmp_path):
-    found = given(tmp_path, [], "compiling_together.py")
+    check_together(given(tmp_path, [], "compiling_together.py"))
+
+
+def check_together(found: dict) -> None:
     assert found["together"] == "none"  # each of two waited until the other was being compiled as well
     assert found["launches"] == [2, 4]  # worked out, then repeated
     assert "no size is negative" in found["wrong"] and found["stopped"] == "KeyboardInterrupt: "
     assert found["after both"], "kernels of others would wait for compilers that are gone"
+    assert found["first wrong"] == "ValueError: the first of them"
+    assert found["begun"] < 24, "an error is heard before the rest is compiled"
+    assert found["parsing"] == 1
+    assert found["again"] == found["at the end"] == "none"
