@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from types import MappingProxyType
 from typing import Any
@@ -29,8 +29,7 @@ WAYS = {
 
 def steps(case: str, records: Sequence[Record]) -> str:
     """Return the newest run of every way of a case, and what came from other ranks; a sentence where there is none."""
-    timed = [r for r in records if r.values["case"] == case and "CPU" not in str(r.run["device"])]
-    chosen = sorted(counting(timed).values(), key=partial(_place, case))
+    chosen = sorted(_timed(case, records), key=partial(_place, case))
     if not chosen:
         return NOTHING
     lines = [(_cells(record, _title(case, record.values)), [record.stamp]) for record in chosen]
@@ -38,6 +37,11 @@ def steps(case: str, records: Sequence[Record]) -> str:
     table = recorded(["", "GPUs", "recipe", *measured], lines)
     devices = " and ".join(sorted({str(record.run["device"]) for record in chosen}))
     return f"{_about(chosen[0].values, devices)}\n\n{table}\n\n{_bytes(case, chosen)}"
+
+
+def _timed(case: str, records: Sequence[Record]) -> Iterable[Record]:
+    """Return the newest records of GPUs."""
+    return counting([r for r in records if r.values["case"] == case and "CPU" not in str(r.run["device"])]).values()
 
 
 def _place(case: str, record: Record) -> tuple[Any, ...]:
@@ -88,6 +92,22 @@ def _bytes(case: str, chosen: Sequence[Record]) -> str:
     return "MB from other ranks, of one rank:\n\n" + rows(["", "GPUs", "recipe", *names], lines)
 
 
+def ratios(case: str, records: Sequence[Record]) -> str:
+    """Return how many times bf16's time the newest steps in 4 bits take that GPUs share, the least to the most."""
+    found: dict[int, list[float]] = {}
+    for record in _timed(case, records):
+        v = record.values
+        if v["way"] != ALONE and v["recipe"] != "bf16":
+            found.setdefault(v["world"], []).append(v["of_bf16"])
+    parts = [f"{min(of):.2f} to {max(of):.2f}× on {world} GPUs" for world, of in sorted(found.items())]
+    return " and ".join(parts) or NOTHING
+
+
 RENDERERS: Mapping[str, Callable[[Sequence[Record]], str]] = MappingProxyType(
-    {"parallel-dense": partial(steps, "parallel/dense"), "parallel-mixture": partial(steps, "parallel/mixture")}
+    {
+        "parallel-dense": partial(steps, "parallel/dense"),
+        "parallel-mixture": partial(steps, "parallel/mixture"),
+        "ratios-dense": partial(ratios, "parallel/dense"),
+        "ratios-mixture": partial(ratios, "parallel/mixture"),
+    }
 )

@@ -89,9 +89,7 @@ def _launch(kernel: JITFunction, target: Target, args: tuple, kwargs: dict, grid
         _flatten(kind, bound[name], values, tensors)
     grid = grid(bound) if callable(grid) else grid
     grid = (*grid, 1, 1)[:3]
-    machine = _Machine(program, values, tensors, grid, 32 * launch.options["num_warps"], shared)
-    machine.watch = watch
-    machine.run()
+    _Machine(program, values, tensors, grid, 32 * launch.options["num_warps"], shared, watch).run()
 
 
 def _flatten(kind: Any, value: Any, values: list, tensors: list[torch.Tensor]) -> None:
@@ -109,12 +107,17 @@ def _flatten(kind: Any, value: Any, values: list, tensors: list[torch.Tensor]) -
 class _Machine:
     """One launch: the registers of all threads [programs * threads], global memory where tensors have it."""
 
-    watch: Callable[[Access], None] | None = None
-
     def __init__(
-        self, program: Program, values: list, tensors: list[torch.Tensor], grid: tuple, threads: int, shared: int
+        self,
+        program: Program,
+        values: list,
+        tensors: list[torch.Tensor],
+        grid: tuple,
+        threads: int,
+        shared: int,
+        watch: Callable[[Access], None] | None,
     ) -> None:
-        self.program, self.threads = program, threads
+        self.program, self.threads, self.watch = program, threads, watch
         programs = int(np.prod(grid))
         self.total = programs * threads
         self.thread = np.tile(np.arange(threads, dtype=np.uint32), programs)

@@ -92,3 +92,17 @@ def test_the_table(tmp_path):
 def test_without_a_record_of_gpus_it_says_so(tmp_path, device, lines):
     for render in parallel_tables.RENDERERS.values():
         assert render(written(tmp_path, device, lines)) == parallel_tables.NOTHING
+
+
+def test_multiples_of_bf16_are_those_of_shared_steps_in_4_bits(tmp_path):
+    head = {"run": {"device": "NVIDIA H200", "commit": "abcdef0", "time": "2026-01-02T03:04:05+00:00"}}
+    more = [
+        LINE | {"way": "values", "recipe": "nvfp4", "step_ms": 24.0, "of_bf16": 1.2},
+        LINE | {"way": "one GPU", "recipe": "nvfp4", "step_ms": 33.0, "of_bf16": 1.9},
+        LINE | {"way": "codes", "recipe": "nvfp4", "step_ms": 11.0, "of_bf16": 1.54, "world": 4},
+    ]
+    path = tmp_path / "parallel-nvidia-h200-20260102T030405-abcdef0.jsonl"
+    path.write_text("".join(json.dumps(line) + "\n" for line in (head, *LINES, *more)))
+    records = load(tmp_path)
+    assert parallel_tables.ratios("parallel/dense", records) == "1.05 to 1.20× on 2 GPUs and 1.54 to 1.54× on 4 GPUs"
+    assert parallel_tables.ratios("parallel/mixture", records) == parallel_tables.NOTHING
