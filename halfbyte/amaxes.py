@@ -47,7 +47,9 @@ class LayerAmaxes:
         self._shape = () if experts is None else (experts,)
         self.count = _COUNT * (experts or 1)
         with torch.inference_mode(False):  # steps write to them, and autograd refuses inference tensors
-            self.held, self.seen = ([torch.zeros(self._shape, device=device) for _ in OPERANDS] for _ in range(2))
+            self.held, self.seen = (
+                [torch.zeros(self._shape, device=device, dtype=torch.float32) for _ in OPERANDS] for _ in range(2)
+            )
             self.exceeded = torch.zeros(self.count, dtype=torch.int64, device=device)
         self.is_held = [False] * self.count
         self.is_followed, self.measures = True, False
@@ -125,7 +127,7 @@ class LayerAmaxes:
         """
         for name, tensors in (("held", self.held), ("seen", self.seen)):
             torch._foreach_copy_(tensors, self.parts(torch.tensor(values[name], dtype=torch.float32)))
-        self.exceeded.copy_(torch.tensor(values["exceeded"]))
+        self.exceeded.copy_(torch.tensor(values["exceeded"], dtype=self.exceeded.dtype))
         self.is_held = list(map(bool, values["is_held"]))
         measured = self.is_followed and step > 0 and (step - 1) % self.how.every == 0
         self.measures = measured or any(values["seen"])

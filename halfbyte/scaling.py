@@ -36,7 +36,8 @@ class FourOverSix:
     def __post_init__(self) -> None:
         _choose("error", self.error, ("mae", "mse"))
         _choose("error_math", self.error_math, ("exact", "scaled"))
-        if isinstance(self.candidates, int | float | str) or 1.0 not in self.candidates:
+        numbers = isinstance(self.candidates, tuple | list) and all(type(r) in (int, float) for r in self.candidates)
+        if not numbers or 1.0 not in self.candidates:
             raise _refuse("candidates", self.candidates, "give a tuple of multiples that contains 1.0")
         for ratio in self.candidates:
             if not 0 < ratio < 64 or f32(ratio) == 0:

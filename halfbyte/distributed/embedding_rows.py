@@ -168,10 +168,10 @@ class ShardedEmbedding(nn.Module):
         local: Any = self.weight
         world, device = dist.get_world_size(self.group), local.to_local().device
         if self._tokens is None:
-            counts = torch.full((world,), WRONG, device=device)
+            counts = torch.full((world,), WRONG, device=device, dtype=torch.int64)
             dist.all_to_all_single(torch.empty_like(counts), counts, group=self.group)
         else:
-            own = torch.full((self.room(tokens),), WRONG, device=device)
+            own = torch.full((self.room(tokens),), WRONG, device=device, dtype=torch.int64)
             all_gather(own.new_empty(world * len(own)), own, group=self.group)
 
     @torch.no_grad()

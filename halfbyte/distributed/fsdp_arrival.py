@@ -110,8 +110,8 @@ class Arrival:
         shards = [weight.shards for weight in self._tiles]
         self._room = ScaleRoom.of(shards) if shards else None
         self._orders = orders
-        self._sent = self._scales = self._turned = torch.empty(0)
-        self._order = torch.empty(0)
+        self._sent = self._scales = self._turned = torch.empty(0, dtype=torch.float32)
+        self._order = torch.empty(0, dtype=torch.float32)
         self._messages: dict[Message, Tensor] = {}
         self._joined: dict[Message, Tensor] = {}
         self._known_parts: dict[frozenset[str], tuple[Message, ...]] = {}

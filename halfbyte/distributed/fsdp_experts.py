@@ -172,7 +172,7 @@ class ExpertCast:
         key = tuple((weight.local.device, weight.dtype) for weight in self.weights)
         if self._prepared != key:
             for weight in self.weights:
-                weight.prepare(torch.empty(0))
+                weight.prepare(torch.empty(0, dtype=torch.float32))
             self._prepared = key
         for weight in self.weights:
             if weight.local.numel():

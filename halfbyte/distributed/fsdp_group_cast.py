@@ -25,7 +25,7 @@ class GroupCast(ABC):
         self.runs = 0
         self._ranks = WeakGroup.of(group if dist.get_world_size(group) > 1 else None)
         self._slots = 1 + max(weight.slot for weight in weights)
-        self._amaxes = torch.empty(0)
+        self._amaxes = torch.empty(0, dtype=torch.float32)
 
     @torch.no_grad()
     def run(self) -> None:

@@ -25,7 +25,7 @@ class RowCast(GroupCast):
 
     def __init__(self, weights: Sequence[GatheredWeight], group: dist.ProcessGroup) -> None:
         super().__init__(weights, group)
-        self._members = torch.empty(0)
+        self._members = torch.empty(0, dtype=torch.float32)
         self._prepared: Any = None
         self._apart = [i for i, weight in enumerate(weights) if weight.columns is not None]
         self._columns = ColumnCast([self.weights[i] for i in self._apart], group) if self._apart else None

@@ -113,7 +113,9 @@ class GatheredWeight:
         self.arrival: Arrival
         self.arrived: PrimaryWeight | None = None
         self._send, self._receive = _Send(self), _Receive(self)
-        self.codes = self.scales = self.amax = self.column_codes = self.column_scales = torch.empty(0)
+        self.codes = self.scales = self.amax = self.column_codes = self.column_scales = torch.empty(
+            0, dtype=torch.float32
+        )
         self.ready: Any = None
 
     # The shard

@@ -240,7 +240,7 @@ def check_received(ranks: Holders, received: tuple[Tensor, Tensor], ends: Tensor
 
 def tell_of_failure(ranks: Holders, device: torch.device) -> None:
     """Let the others raise that would wait for a rank which has no tokens or no offsets for them."""
-    _exchanged(ranks, torch.full((ranks.world, ranks.each), WRONG, device=device), WRONG)
+    _exchanged(ranks, torch.full((ranks.world, ranks.each), WRONG, device=device, dtype=torch.int64), WRONG)
 
 
 def _said(ranks: Holders, wrong: list[int], kinds: list[int], ends: Tensor, tokens: Leaving) -> str:

@@ -40,7 +40,7 @@ def input_amaxes(model: nn.Module, layers: Sequence[str], batches: Iterable[Any]
             module.training = training
     if not count:
         raise ValueError("batches is empty: give a few, such as those of an evaluation, or activations='none'")
-    amaxes = {name: float(found.get(name, torch.zeros(()))) for name in layers}
+    amaxes = {name: float(found.get(name, torch.zeros((), dtype=torch.float32))) for name in layers}
     unseen = [name for name, amax in amaxes.items() if amax == 0]
     if unseen:
         raise ValueError(

@@ -65,8 +65,8 @@ def _factors(spec: NVFP4) -> Tensor:
     1 where they would not stay with their code.
     """
     if not isinstance(spec.scaling, BlockMax):
-        return torch.ones(1 << 8, len(MAGNITUDES))
-    table, scale = torch.tensor(MAGNITUDES), torch.arange(1 << 8)[:, None]
+        return torch.ones(1 << 8, len(MAGNITUDES), dtype=torch.float32)
+    table, scale = torch.tensor(MAGNITUDES, dtype=torch.float32), torch.arange(1 << 8)[:, None]
     middles = torch.cat((table[:1], (table[1:] + table[:-1]) / 2, torch.full_like(table[:1], torch.inf)))
     mantissa = 1 << E4M3.mantissa_bits
     steps = (scale % mantissa + mantissa * (scale >= mantissa)).float()  # of a scale, to the next scale

@@ -213,7 +213,9 @@ def _check_contract(path: Path, contract: Contract, form: str, weights: Mapping[
         codes, scale, factor = weights[key]
         if digest(codes, scale) != layer.sha256:
             refuse(f"the bytes of {key} are not those of the export")
-        if float(_factor(form, _spec(layer), torch.tensor(float.fromhex(layer.amax)))) != float(factor):
+        if float(_factor(form, _spec(layer), torch.tensor(float.fromhex(layer.amax), dtype=torch.float32))) != float(
+            factor
+        ):
             refuse(f"the fp32 factor of {key} is not that of its amax")
 
 
@@ -239,14 +241,18 @@ def _quant(
     if layer is None:
         spec, amax = NVFP4(), _amax(form, NVFP4(), factor)
     else:
-        spec, amax, dtype = _spec(layer), torch.tensor(float.fromhex(layer.amax)), DTYPES[layer.compute_dtype]
+        spec, amax, dtype = (
+            _spec(layer),
+            torch.tensor(float.fromhex(layer.amax), dtype=torch.float32),
+            DTYPES[layer.compute_dtype],
+        )
     blocks = Blocks(codes.flatten(0, -2), scale.view(torch.uint8).flatten(0, -2), amax)
     return QuantTensor(blocks, spec, shape=(*codes.shape[:-1], codes.shape[-1] * 2), dtype=dtype)
 
 
 def _amax(form: str, spec: NVFP4, factor: Tensor) -> Tensor:
     """Return the amax whose factor is the stored one, or comes nearest to it; several may have it."""
-    product = torch.tensor(spec.e4m3_max * spec.fp4_max)
+    product = torch.tensor(spec.e4m3_max * spec.fp4_max, dtype=torch.float32)
     nearest = factor * product if form == forms.MODELOPT else product / factor
     of_bf16 = nearest.bfloat16().float()  # what it was, if the tensor was bf16
     for amax in (of_bf16, *((nearest.view(torch.int32) + ulps).view(torch.float32) for ulps in ULPS)):

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from halfbyte import ops
+from halfbyte.functional.checks import refuse_overlap
 from halfbyte.spec import GemmSpec
 from halfbyte.tensor import QuantTensor
 from halfbyte.tensor.quant_tensor import blocks_of, check_value_dtype
@@ -76,6 +77,7 @@ def check_output(shape: tuple[int, ...], out_dtype: torch.dtype | None, out: obj
     check_value_dtype("out.dtype", out.dtype, "give an output of one of these")
     if tuple(out.shape) != shape:
         raise ValueError(f"out.shape={tuple(out.shape)}: the product has shape {shape}")
+    refuse_overlap("out", out)
 
 
 def _check_with(a: Tensor, b: Tensor, bias: object, out: Tensor | None) -> None:

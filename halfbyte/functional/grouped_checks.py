@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from halfbyte import ops
+from halfbyte.functional.checks import check_main_grad
 from halfbyte.functional.foreign import refuse_foreign
 from halfbyte.functional.group_bias import check_bias
 from halfbyte.functional.request import looks_of
@@ -75,8 +76,8 @@ def check_grouped_call(x: Tensor, experts: tuple, offsets: Tensor, main_grad: Te
     """Raise ValueError or TypeError where shapes, dtypes or devices of a call do not fit; after autocast's casts."""
     w, bias = experts
     check_tokens(x, w, offsets)
-    if main_grad is not None and (main_grad.dtype != torch.float32 or main_grad.shape != w.shape):
-        raise ValueError(f"main_grad is {main_grad.dtype} {tuple(main_grad.shape)}: give float32 {tuple(w.shape)}")
+    if main_grad is not None:
+        check_main_grad(main_grad, w.shape, x.device)
     check_bias(bias, w)
     if w.dtype != x.dtype and not is_covered:
         raise TypeError(f"w_ENK.dtype={w.dtype}, x.dtype={x.dtype}: cast one of them, or use torch.autocast")

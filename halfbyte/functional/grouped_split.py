@@ -87,7 +87,9 @@ def _with_whole_amaxes(part: Part, own: Tensor, offsets: Tensor | None, sides: S
     if row is None and col is None:
         return sides
     asked, made = (row, col), ops.grouped_quantize_row_col(own, offsets, row, col)
-    amaxes = [torch.empty(0, device=own.device) if blocks is None else blocks.amax for blocks in made]
+    amaxes = [
+        torch.empty(0, device=own.device, dtype=torch.float32) if blocks is None else blocks.amax for blocks in made
+    ]
     sizes = [amax.numel() for amax in amaxes]
     found = all_max(torch.cat([amax.reshape(-1) for amax in amaxes]), part.split.group).split(sizes)
     row, col = (

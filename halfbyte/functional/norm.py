@@ -14,6 +14,7 @@ from torch import Tensor
 from halfbyte import ops
 from halfbyte.arithmetic import Normed
 from halfbyte.functional.autocast import autocast_dtype
+from halfbyte.functional.checks import check_devices
 from halfbyte.functional.derivatives import ELEMENTWISE, first_order, refuse_transforms
 from halfbyte.functional.foreign import refuse_foreign
 from halfbyte.layout import from_rows, matrix_shape
@@ -108,6 +109,7 @@ def _apply(
     for name, tensor in (("weight", weight), ("bias", bias)):
         if tensor is not None and (x.dim() == 0 or tuple(tensor.shape) != (x.shape[-1],)):
             raise ValueError(f"{name}.shape={tuple(tensor.shape)}: x.shape={tuple(x.shape)} needs one per column")
+    check_devices(x.device, (("weight", weight), ("bias", bias), ("residual", residual)))
     dtype = x.dtype
     if residual is not None:
         check_value_dtype("residual.dtype", residual.dtype, "cast residual first")

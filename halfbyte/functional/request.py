@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from halfbyte.functional.checks import check_devices, check_main_grad
 from halfbyte.functional.foreign import refuse_foreign
 from halfbyte.functional.split import LayerSplit, Part, maker
 from halfbyte.functional.tokens import Tokens
@@ -126,6 +127,7 @@ def checked(static: tuple, x: Tensor, given: tuple, out_dtype: torch.dtype | Non
     key = None
     if not torch.compiler.is_compiling():
         looks = [looks_of(t) for t in (x, *weights, *biases, *amaxes, *grads)]
+        looks += [t.stride() for t in grads if isinstance(t, Tensor)]
         looks += [None if c is None else (c.dtype, *[t.device for t in c.tensors]) for c in cached]
         key = (static[0].key, *static[1:], out_dtype, *looks)  # comparing strings is what costs least
         passed = _CHECKED.get(key)
@@ -134,7 +136,7 @@ def checked(static: tuple, x: Tensor, given: tuple, out_dtype: torch.dtype | Non
     request = Request(*static)
     refuse_foreign((("x", x), *(("w", w) for w in weights), *(("bias", bias) for bias in biases)))
     check_call(x, weights, biases, request.recipe, grads, cached)
-    _check_options(out_dtype, amaxes)
+    _check_options(out_dtype, amaxes, x.device)
     if key is not None:
         if len(_CHECKED) >= _MAX_CHECKED:
             _CHECKED.clear()
@@ -151,7 +153,7 @@ def looks_of(tensor: Any) -> tuple | None:
     return type(tensor), tensor.shape, tensor.dtype, tensor.device
 
 
-def _check_options(out_dtype: torch.dtype | None, amaxes: Sequence[Tensor | None]) -> None:
+def _check_options(out_dtype: torch.dtype | None, amaxes: Sequence[Tensor | None], device: torch.device) -> None:
     if out_dtype is not None:
         check_value_dtype("out_dtype", out_dtype, "name one of these and convert the result")
     for amax in amaxes:
@@ -159,6 +161,7 @@ def _check_options(out_dtype: torch.dtype | None, amaxes: Sequence[Tensor | None
             raise TypeError(
                 f"weight_amax={amax!r}: give a float32 tensor of shape [], such as w.detach().abs().max().float()"
             )
+        check_devices(device, (("weight_amax", amax),))
 
 
 def check_call(
@@ -175,13 +178,12 @@ def check_call(
         check_cached(one, recipe, x.dtype, x.device, primary=isinstance(w, PrimaryWeight))
         if w.dim() != 2 or w.shape[1] != x.shape[-1]:
             raise ValueError(f"w.shape={tuple(w.shape)}: x.shape={tuple(x.shape)} needs [out_features, {x.shape[-1]}]")
-        if w.device != x.device:
-            raise ValueError(f"w.device={w.device}, x.device={x.device}: move one of them")
+        check_devices(x.device, (("w", w), ("bias", bias)))
         if w.dtype != x.dtype and not covers(one, recipe):
             raise TypeError(f"w.dtype={w.dtype}, x.dtype={x.dtype}: cast one of them, or use torch.autocast")
         if bias is not None and tuple(bias.shape) != (w.shape[0],):
             raise ValueError(f"bias.shape={tuple(bias.shape)}: w needs ({w.shape[0]},)")
         if bias is not None and not bias.is_floating_point():
             raise TypeError(f"bias.dtype={bias.dtype}: give a float dtype, such as {x.dtype}")
-        if grad is not None and (grad.dtype != torch.float32 or grad.shape != w.shape):
-            raise ValueError(f"main_grad is {grad.dtype} {tuple(grad.shape)}: give float32 {tuple(w.shape)}")
+        if grad is not None:
+            check_main_grad(grad, w.shape, x.device)

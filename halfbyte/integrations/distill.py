@@ -68,7 +68,7 @@ class Distillation:
     def _counted(self, logits: Tensor, labels: Tensor | None) -> tuple[Tensor, Tensor | None]:
         """Return which positions count, and what follows them: position t predicts the label of t + 1."""
         if labels is None:
-            return torch.ones(logits.shape[:2], device=logits.device)[:, :-1], None
+            return torch.ones(logits.shape[:2], device=logits.device, dtype=torch.float32)[:, :-1], None
         targets = labels[:, 1:].to(logits.device)
         return (targets != IGNORED).float(), targets
 

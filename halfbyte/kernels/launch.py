@@ -219,7 +219,7 @@ def _names(fn: Callable) -> tuple[tuple[str, ...], frozenset[str]]:
 _PARSING = threading.RLock()
 
 
-class Source(ASTSource):
+class KernelSource(ASTSource):
     """What is compiled. One thread at a time parses it: where two do, CPython's `ast.parse` may raise SystemError."""
 
     def hash(self) -> str:
@@ -228,9 +228,9 @@ class Source(ASTSource):
         with _PARSING:
             return super().hash()
 
-    def make_ir(self, *args: Any, **kwargs: Any) -> Any:
+    def make_ir(self, *arguments: Any) -> Any:
         with _PARSING:
-            return super().make_ir(*args, **kwargs)
+            return super().make_ir(*arguments)
 
 
 class Kernel(JITFunction):
@@ -244,7 +244,7 @@ class Kernel(JITFunction):
     def create_binder(self) -> tuple:
         """Return what Triton keeps for a device, the binder of arguments last."""
         *known, backend, _ = super().create_binder()
-        self.ASTSource = Source
+        self.ASTSource = KernelSource
         return *known, backend, self.binder(backend)
 
     def binder(self, backend: Any) -> Callable[..., tuple]:

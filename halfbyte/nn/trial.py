@@ -161,7 +161,7 @@ def _relative_error(actual: Tensor, expected: Tensor, dim: int | None) -> float:
 
 
 def _tokens(width: int) -> Tensor:
-    return _random(99, (len(SCALES), width)) * torch.tensor(SCALES, device="cpu")[:, None]
+    return _random(99, (len(SCALES), width)) * torch.tensor(SCALES, device="cpu", dtype=torch.float32)[:, None]
 
 
 def _random(seed: int, shape: Sequence[int]) -> Tensor:

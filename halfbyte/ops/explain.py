@@ -98,7 +98,10 @@ def read_spec(word: Spec | str | None) -> Spec | None:
     for default in (NVFP4().key, MXFP8().key):
         parts, given = default.split("/"), word.split("/")
         if given[0] == parts[0]:
-            return parse("/".join((*given, *parts[len(given) :])))
+            try:
+                return parse("/".join((*given, *parts[len(given) :])))
+            except ValueError:
+                break  # whose message names a key that nobody wrote
     raise ValueError(
         f"spec={word!r}: give a key, whose last parts may be left out (nvfp4, nvfp4/16x16, mxfp8/e5m2), an operand "
         "of a preset (nvfp4.dgrad.a), or bf16"
@@ -300,6 +303,8 @@ def explain(
         raise ValueError(f"batch_invariant=True: {op} is no product; leave it out")
     if op.endswith("gemm"):
         GemmSpec(a=known[0], b=known[1], batch_invariant=batch_invariant)  # refuses what the product refuses
+    if op == "dequantize" and known[0] is None:
+        raise ValueError(f"spec={specs[0]!r}: bf16 is not decoded; give the spec of what is, such as nvfp4")
     where, reason = _target(target)
     if op in QUANTIZING and not any(known):
         why = "bf16 stays as it is; give the spec of rows, of columns or of both, such as nvfp4"

@@ -60,7 +60,7 @@ class Probe(nn.Module):
         return torch.bfloat16 if self.words.weight.dtype == torch.float32 else None
 
     def forward(self, tokens: Tensor) -> Tensor:
-        table = torch.empty(tokens.shape[-1], self.head_dim)
+        table = torch.empty(tokens.shape[-1], self.head_dim, dtype=torch.float32)
         y, residual, balance = self.block(self.words(tokens), None, table, table)
         return y + residual if balance is None else (y + residual).sum() + balance
 

@@ -29,13 +29,13 @@ def signs(rotation: Hadamard, sign_draw: Draw | None, device: torch.device, is_t
 def _known_signs(name: str, size: int, device: torch.device) -> Tensor:
     given = {"fixed": HADAMARD_SIGNS, "none": "+"}.get(name, name)
     one = [-1.0 if sign == "-" else 1.0 for sign in given]
-    return torch.tensor(one, device=device).repeat(size // len(one))
+    return torch.tensor(one, device=device, dtype=torch.float32).repeat(size // len(one))
 
 
 @lru_cache(maxsize=8)
 def _both(device: torch.device) -> Tensor:
     """Return the signs of b in a + b and in a - b, [2, 1]."""
-    return torch.tensor([[1.0], [-1.0]], device=device)
+    return torch.tensor([[1.0], [-1.0]], device=device, dtype=torch.float32)
 
 
 def rotate(x: Tensor, rotation: Hadamard, sign_draw: Draw | None = None) -> Tensor:

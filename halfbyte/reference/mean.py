@@ -26,7 +26,9 @@ def token_mean(x: Tensor) -> Tensor:
     Returns:
         [K], rounded to bf16 if x is bf16, else fp32; 0 where that is not finite, or if there is no row.
     """
-    mean = (token_sum(x) / torch.full((), float(x.shape[0]), device=x.device)).to(residual_dtype(x.dtype))
+    mean = (token_sum(x) / torch.full((), float(x.shape[0]), device=x.device, dtype=torch.float32)).to(
+        residual_dtype(x.dtype)
+    )
     return torch.where(mean.isfinite(), mean, 0.0)
 
 

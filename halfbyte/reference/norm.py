@@ -33,7 +33,7 @@ def norm(
         dtype: of the result.
     """
     x = x.float().contiguous()
-    count = torch.full((), float(x.shape[1]), device=x.device)
+    count = torch.full((), float(x.shape[1]), device=x.device, dtype=torch.float32)
     mean = row_sum(x) / count if centered else x.new_empty(0)
     d = x - mean[:, None] if centered else x
     variance = row_sum(d * d) / count
@@ -58,7 +58,7 @@ def norm_backward(dy: Tensor, normed: Normed, dtotal: Tensor | None = None) -> t
     x, dy = x.float().contiguous(), dy.float().contiguous()
     normal = (x - mean[:, None] if centered else x) * rstd
     g = dy * weight.float()
-    count = torch.full((), float(x.shape[1]), device=x.device)
+    count = torch.full((), float(x.shape[1]), device=x.device, dtype=torch.float32)
     along = (row_sum(g * normal) / count)[:, None]
     rest = g - (row_sum(g) / count)[:, None] if centered else g
     dx = (rest - normal * along) * rstd

@@ -30,7 +30,7 @@ def _ten_rounds(counter: tuple[Tensor, ...], key: tuple[Tensor, Tensor]) -> tupl
     """Return the four words, the second and the last with junk above their 32 bits."""
     c0, c1, c2, c3 = counter
     # Tensors: every operation with a Python number would make one.
-    m0, m1, low, half = (torch.full((), n, device=key[0].device) for n in (_M0, _M1, _LOW, 32))
+    m0, m1, low, half = (torch.full((), n, device=key[0].device, dtype=torch.int64) for n in (_M0, _M1, _LOW, 32))
     rounds = torch.arange(10, device=key[0].device)
     keys = [(k + rounds * step).unbind() for k, step in zip(key, (_W0, _W1), strict=True)]
     for i, (k0, k1) in enumerate(zip(*keys, strict=True)):

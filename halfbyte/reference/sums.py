@@ -47,7 +47,11 @@ def operand_sums(
     shape = blocks.qdata.shape[0], blocks_per_row(blocks.qdata, spec)
     if not blocks.qdata.numel():
         nothing = torch.zeros(len(OPERAND_SUMS) + 1, dtype=torch.float64, device=values.device)
-        return nothing[1:], nothing[0], torch.zeros(shape, device=values.device) if with_maxima else None
+        return (
+            nothing[1:],
+            nothing[0],
+            torch.zeros(shape, device=values.device, dtype=torch.float32) if with_maxima else None,
+        )
     v, q = _compared(values, operand, signs)
     d, nonzero = q - v, torch.count_nonzero(v)
     magnitudes, is_empty = v.abs().unflatten(1, (shape[1], -1)), blocks.block_scale.view(torch.uint8) == 0

@@ -59,7 +59,7 @@ def _alias(func, args, kwargs):
 def _regroup(func, args, kwargs):
     """Leading dimensions regroup freely: rows keep their order, and the last dimension its blocks."""
     q = args[0]
-    shape = func(torch.empty(q.shape, device="meta"), *args[1:], **kwargs).shape
+    shape = func(torch.empty(q.shape, device="meta", dtype=torch.float32), *args[1:], **kwargs).shape
     if len(shape) == 0 or matrix_shape(shape) != matrix_shape(q.shape):
         return NotImplemented
     return return_and_correct_aliasing(func, args, kwargs, q.map(lambda t: t.detach(), shape=shape))
@@ -69,7 +69,7 @@ def _regroup(func, args, kwargs):
 def _as_strided(func, args, kwargs):
     """How a compiled function makes an output that aliases its input: contiguous strides are a view."""
     q, shape, stride, offset = (*args, kwargs.get("storage_offset"))[:4]
-    if offset or tuple(stride) != torch.empty(tuple(shape), device="meta").stride():
+    if offset or tuple(stride) != torch.empty(tuple(shape), device="meta", dtype=torch.float32).stride():
         return NotImplemented
     if math.prod(shape) != q.numel():
         return NotImplemented

@@ -410,7 +410,7 @@ Inner = tuple[Tensor, Tensor, Tensor | None]
 
 def blocks_of(x: QuantTensor) -> Blocks:
     """Return `x.blocks`; of a compiled function's argument only this, since every read of a property is guarded."""
-    amax = x.amax if x.amax is not None else torch.empty(0, device=x.device)
+    amax = x.amax if x.amax is not None else torch.empty(0, device=x.device, dtype=torch.float32)
     return Blocks(x.qdata.view(torch.uint8), x.block_scale.view(torch.uint8), amax)
 
 

@@ -117,7 +117,7 @@ def _restore(name: str, text: str, rest: dict[str, Tensor]) -> QuantTensor:
         names = ["qdata", "block_scale", *(["amax"] if spec.key.startswith("nvfp4") else [])]
         parts = {part: rest.pop(f"{name}.{part}") for part in names}
         offsets = rest.pop(f"{name}.group_offsets") if values["grouped"] else None
-        blocks = Blocks(parts["qdata"], parts["block_scale"], parts.get("amax", torch.empty(0)))
+        blocks = Blocks(parts["qdata"], parts["block_scale"], parts.get("amax", torch.empty(0, dtype=torch.float32)))
         groups = {"group_offsets": offsets, "splits_columns": values["splits_columns"]}
         options = {"scale_layout": values["scale_layout"], **groups}
         return QuantTensor(blocks, spec, shape=shape, dtype=dtype, **options)

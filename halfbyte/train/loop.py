@@ -203,7 +203,7 @@ class Trainer:
             as_trained: compute it in the recipes, as a model is served that was tuned for it.
         """
         count = max(1, min(self.config.eval_batches, self.held_out.windows // self.config.data.batch))
-        total = torch.zeros((), device=self.device)
+        total = torch.zeros((), device=self.device, dtype=torch.float32)
         aside = contextlib.nullcontext() if as_trained else hb.high_precision(self.model)
         with torch.no_grad(), aside:
             for position in range(count):
@@ -301,7 +301,7 @@ class Trainer:
     def _compute(self, *tokens: Tensor) -> tuple[Tensor, Tensor]:
         """Train on inputs and targets of every micro-batch in turn; return loss and gradient norm."""
         count = self.config.data.accumulate
-        total = torch.zeros((), device=self.device)
+        total = torch.zeros((), device=self.device, dtype=torch.float32)
         for i in range(count):
             with self.parallel.reducing(self.trained, i == count - 1):
                 loss, balance = self._losses(tokens[2 * i], tokens[2 * i + 1], self.trained, self.teacher)

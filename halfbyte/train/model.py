@@ -213,7 +213,9 @@ class Decoder(nn.Module):
         logits_BTV = self.lm_head(add_then_norm(self.norm, x_BTC, residual_BTC)[0])
         if not balance:
             return logits_BTV
-        return logits_BTV, torch.stack(losses).mean() if losses else torch.zeros((), device=tokens_BT.device)
+        return logits_BTV, torch.stack(losses).mean() if losses else torch.zeros(
+            (), device=tokens_BT.device, dtype=torch.float32
+        )
 
 
 def _run(block: nn.Module, recompute: Recompute, *inputs: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
@@ -263,7 +265,7 @@ def initialise_(model: Decoder, seed: int) -> None:
                 continue
             std = _initial_std(name, parameter, model.config)
             in_place = parameter.device.type == "cpu" and parameter.dtype == torch.float32 and parameter.is_contiguous()
-            drawn = parameter if in_place else torch.empty(parameter.shape)
+            drawn = parameter if in_place else torch.empty(parameter.shape, dtype=torch.float32)
             drawn.normal_(0.0, std, generator=generator)
             if not in_place:
                 parameter.copy_(drawn)

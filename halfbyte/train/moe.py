@@ -68,7 +68,7 @@ class Router(nn.Module):
     def __init__(self, dim: int, config: MoEConfig) -> None:
         super().__init__()
         self.config = config
-        self.weight = nn.Parameter(torch.empty(config.experts, dim))
+        self.weight = nn.Parameter(torch.empty(config.experts, dim, dtype=torch.get_default_dtype()))
         nn.init.normal_(self.weight, std=dim**-0.5)
 
     def forward(self, x_SC: Tensor) -> Routes:

@@ -91,7 +91,10 @@ class PrimaryTraining:
         for name, (_, index) in self._names.items():
             values = saved["state"][name]
             if values:
-                states[index] = {"step": torch.tensor(float(values["step"])), **{key: values[key] for key in MOMENTS}}
+                states[index] = {
+                    "step": torch.tensor(float(values["step"]), dtype=torch.float32),
+                    **{key: values[key] for key in MOMENTS},
+                }
         groups = [dict(group) for group in self._outline["param_groups"]]
         for group in groups:
             group["lr"] = float(self.param_groups[0]["lr"])
@@ -125,7 +128,7 @@ class _MasterValues:
     def __init__(self, zero: ZeroOptimizer) -> None:
         self._zero = zero
         self._bucket: Bucket | None = None
-        self._whole = torch.empty(0)
+        self._whole = torch.empty(0, dtype=torch.float32)
 
     def to_read(self, name: str, layer: LinearLayer | GroupedLinear, weight: Any) -> Any:
         """Return what a layer multiplies by: its codes, or in high precision its masters' values."""
@@ -138,7 +141,7 @@ class _MasterValues:
         return bucket.matrix(self._whole, place).reshape(weight.shape)
 
     def forget(self) -> None:
-        self._bucket, self._whole = None, torch.empty(0)
+        self._bucket, self._whole = None, torch.empty(0, dtype=torch.float32)
 
 
 @torch.no_grad()

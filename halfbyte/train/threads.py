@@ -37,7 +37,7 @@ def _is_unset() -> bool:
 def operations(threads: int) -> int:
     """Return how many operations on `SIZE` values so many threads do in `SECONDS`."""
     before = torch.get_num_threads()
-    values = torch.zeros(SIZE)
+    values = torch.zeros(SIZE, dtype=torch.float32)
     torch.set_num_threads(threads)
     try:
         values.add_(1)  # starts the threads

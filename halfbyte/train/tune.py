@@ -141,7 +141,7 @@ def _load(model: models.Decoder, source: FoundRun) -> None:
         from halfbyte.train import sharded  # DCP takes a second to import
         from halfbyte.train.ranks import World
 
-        none = torch.optim.SGD([torch.zeros(1)])  # of the optimizer's state nothing stays
+        none = torch.optim.SGD([torch.zeros(1, dtype=torch.float32)])  # of the optimizer's state nothing stays
         saved = sharded.load_tensors(source.path, saved, model, none, World())
     try:
         restore.check_weights(saved["model"], model.state_dict())

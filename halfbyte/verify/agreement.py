@@ -117,20 +117,20 @@ def data(generator: torch.Generator | None = None) -> Iterator[tuple[str, Tensor
     blocks = ROWS, COLUMNS // NVFP4_BLOCK, 1
 
     def normal() -> Tensor:
-        return torch.randn(ROWS, COLUMNS, generator=generator)
+        return torch.randn(ROWS, COLUMNS, generator=generator, dtype=torch.float32)
 
     def by_block(factor: Tensor) -> Tensor:
         return (normal().view(*blocks[:2], NVFP4_BLOCK) * factor).view(ROWS, COLUMNS)
 
     chi = torch.stack([normal() for _ in range(FREEDOM)]).square().mean(0).sqrt()
-    decades = torch.rand(blocks, generator=generator) * -DECADES
-    kept = (torch.rand(blocks, generator=generator) >= 1 / NVFP4_BLOCK).float()
+    decades = torch.rand(blocks, generator=generator, dtype=torch.float32) * -DECADES
+    kept = (torch.rand(blocks, generator=generator, dtype=torch.float32) >= 1 / NVFP4_BLOCK).float()
     kinds = {
         "normal": normal(),
         "Student-t, 3 degrees of freedom": normal() / chi,
         "blocks over 8 decades": by_block(10**decades),
         "one block of 16 is zeros": by_block(kept),  # a product of 0 and a negative number is -0
-        "zeros alone": by_block(torch.zeros(blocks)),
+        "zeros alone": by_block(torch.zeros(blocks, dtype=torch.float32)),
     }
     for name, x in kinds.items():
         for dtype in (torch.bfloat16, torch.float32):
@@ -186,7 +186,7 @@ def _planes(stored: PeerBytes) -> tuple[Tensor, Tensor]:
 
 def _numbers(scale: Tensor, codes: Tensor) -> Tensor:
     """Return code * scale fp32 [M, K/16, 16]; NaN, which is unlike itself, as an infinity."""
-    values = torch.tensor([E2M1.decode(code) for code in range(16)])[codes.long()]
+    values = torch.tensor([E2M1.decode(code) for code in range(16)], dtype=torch.float32)[codes.long()]
     products = values.unflatten(1, (-1, NVFP4_BLOCK)) * scale.view(torch.float8_e4m3fn).float()[..., None]
     return products.nan_to_num(nan=torch.inf)
 
@@ -194,7 +194,7 @@ def _numbers(scale: Tensor, codes: Tensor) -> Tensor:
 def _causes(x: Tensor, profile: Profile, start: tuple[Tensor, ...], end: tuple[Tensor, ...]) -> tuple[Cause, ...]:
     """Give every byte of `end` that is not that of `start` to the last rule at which it changed."""
     before = start
-    last = [torch.full(plane.shape, -1) for plane in start]
+    last = [torch.full(plane.shape, -1, dtype=torch.int64) for plane in start]
     names = []
     for index, (rule, between) in enumerate(steps(profile)):
         after = _planes(bytes_by(between, x))

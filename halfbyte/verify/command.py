@@ -119,6 +119,8 @@ def _backend(device: torch.device, options: argparse.Namespace) -> str | None:
     if options.force:
         if options.backend is not None:
             raise ValueError(f"--force --backend {options.backend}: --force chooses the kernels; leave one of them out")
+        if device.type == "cpu":
+            raise ValueError("--force: there is no GPU whose kernels could be forced; leave it out")
         choose(device, PORTABLE)
         return PORTABLE
     return choose(device, options.backend) if options.backend is not None or device.type == "cuda" else None

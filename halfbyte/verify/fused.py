@@ -50,7 +50,7 @@ def fused(device: torch.device, backend: str | None) -> Iterator[Finding]:
 
 def _normal(shape: tuple[int, ...], dtype: torch.dtype, seed: int, scale: float = 1.0) -> Tensor:
     """Return normal values with outliers, and a NaN and an Inf in one of the shapes."""
-    x = torch.randn(shape, generator=torch.Generator().manual_seed(SEED + seed)) * scale
+    x = torch.randn(shape, generator=torch.Generator().manual_seed(SEED + seed), dtype=torch.float32) * scale
     flat = x.view(-1)
     flat[:: max(1, x.numel() // 5)] *= 20
     if shape == NON_FINITE:

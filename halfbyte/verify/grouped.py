@@ -59,7 +59,7 @@ def grouped(device: torch.device, backend: str | None) -> Iterator[Finding]:
 
 
 def _random(*shape: int) -> Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(SEED)).bfloat16()
+    return torch.randn(shape, generator=torch.Generator().manual_seed(SEED), dtype=torch.float32).bfloat16()
 
 
 def _offsets(device: torch.device) -> Tensor:

@@ -72,7 +72,13 @@ def _nearest(x: Tensor, values: Tensor) -> Tensor:
 def _samples(values: Tensor) -> Tensor:
     """Return every value, every midpoint, and their neighbours in fp32, with both signs."""
     points = torch.cat((values, (values[1:] + values[:-1]) / 2)).float()
-    points = torch.cat((points, points.nextafter(torch.tensor(0.0)), points.nextafter(torch.tensor(1e9))))
+    points = torch.cat(
+        (
+            points,
+            points.nextafter(torch.tensor(0.0, dtype=torch.float32)),
+            points.nextafter(torch.tensor(1e9, dtype=torch.float32)),
+        )
+    )
     points = points[points <= values[-1]]
     return torch.cat((points, -points))
 

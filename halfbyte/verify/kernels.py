@@ -84,7 +84,7 @@ def quantization(device: torch.device, backend: str | None, full: bool) -> Itera
 def _given_amax(x: Tensor, spec: Spec, value: float | None) -> Tensor | None:
     if value is None:
         return None
-    return torch.full(amax_shape(matrix_shape(x.shape)[0], spec), value)
+    return torch.full(amax_shape(matrix_shape(x.shape)[0], spec), value, dtype=torch.float32)
 
 
 def row_col(device: torch.device, backend: str | None, full: bool) -> Iterator[Finding]:
@@ -238,7 +238,7 @@ def _product_error(device, backend, specs, shape, dtype, extra: str) -> float:
     generator = torch.Generator().manual_seed(SEED)
     sides, exact = [], []
     for rows, spec in ((M, specs[0]), (N, specs[1])):
-        x = torch.randn(rows, K, generator=generator).bfloat16()
+        x = torch.randn(rows, K, generator=generator, dtype=torch.float32).bfloat16()
         if spec is None:
             sides.append(x.to(device))
             exact.append(x.double())
@@ -251,8 +251,8 @@ def _product_error(device, backend, specs, shape, dtype, extra: str) -> float:
         exact.append(values if factor is None else values * factor.double().reshape(-1, 1))
     columns = min(side.shape[1] for side in exact)
     expected = exact[0][:, :columns] @ exact[1][:, :columns].T
-    bias = torch.randn(N, generator=generator) if extra == ", bias" else None
-    out = torch.randn(M, N, generator=generator) if extra == ", accumulated" else None
+    bias = torch.randn(N, generator=generator, dtype=torch.float32) if extra == ", bias" else None
+    out = torch.randn(M, N, generator=generator, dtype=torch.float32) if extra == ", accumulated" else None
     for added in (bias, out):
         expected = expected if added is None else expected + added.double()
     actual = ops.gemm_nt(

@@ -32,9 +32,9 @@ def shared_logits(device: torch.device, backend: str | None) -> Iterator[Finding
 def _given(shape: tuple[int, int], dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
     """Return logits, targets of which some are elsewhere, and scales."""
     generator = torch.Generator().manual_seed(SEED)
-    logits = (torch.randn(shape, generator=generator) * 5).to(dtype)
+    logits = (torch.randn(shape, generator=generator, dtype=torch.float32) * 5).to(dtype)
     targets = torch.randint(-1, shape[1] + 2 * FIRST, shape[:1], generator=generator, dtype=torch.int32)
-    return logits, targets, torch.rand(shape[0], generator=generator)
+    return logits, targets, torch.rand(shape[0], generator=generator, dtype=torch.float32)
 
 
 def _parts(device: torch.device, backend: str | None, shape: tuple[int, int], dtype: torch.dtype) -> str | None:

@@ -102,8 +102,8 @@ def inputs() -> dict[str, Tensor]:
     generator = torch.Generator().manual_seed(SEED)
 
     def normal(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
-        x = torch.randn(shape, generator=generator)
-        return (x * torch.exp(0.7 * torch.randn(shape, generator=generator))).to(dtype)
+        x = torch.randn(shape, generator=generator, dtype=torch.float32)
+        return (x * torch.exp(0.7 * torch.randn(shape, generator=generator, dtype=torch.float32))).to(dtype)
 
     poisoned = normal(*SHAPE)
     for index, value in ((7, float("nan")), (2000, float("inf")), (50_003, -float("inf")), (50_004, float("nan"))):
@@ -118,7 +118,7 @@ def inputs() -> dict[str, Tensor]:
         "no columns": normal(5, 0),
         "transposed view": normal(96, 130).T,
         "every second column": normal(24, 256)[:, ::2],
-        "zeros": torch.zeros(SHAPE).bfloat16() * normal(*SHAPE).sign(),
+        "zeros": torch.zeros(SHAPE, dtype=torch.float32).bfloat16() * normal(*SHAPE).sign(),
         "fp16": normal(48, 112, dtype=torch.float16),
         "fp32": normal(48, 112, dtype=torch.float32),
         "subnormal": normal(48, 112, dtype=torch.float32) * 1e-39,

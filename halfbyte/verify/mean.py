@@ -40,7 +40,9 @@ def mean(device: torch.device, backend: str | None) -> Iterator[Finding]:
 def _x(shape: tuple[int, int], dtype: torch.dtype) -> Tensor:
     """Return values whose columns have means of their own, and outliers."""
     generator = torch.Generator().manual_seed(SEED)
-    x = torch.randn(shape, generator=generator) + 4 * torch.randn(shape[1], generator=generator)
+    x = torch.randn(shape, generator=generator, dtype=torch.float32) + 4 * torch.randn(
+        shape[1], generator=generator, dtype=torch.float32
+    )
     x.view(-1)[:: max(1, x.numel() // 5)] *= 20
     return x.to(dtype)
 

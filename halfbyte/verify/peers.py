@@ -187,7 +187,7 @@ def _vllm(path: Path | None) -> Quantizer:
 
 def _codes_of(values: Tensor) -> Tensor:
     """Return the codes of numbers that E2M1 has."""
-    magnitudes = torch.tensor([E2M1.decode(code) for code in range(8)])
+    magnitudes = torch.tensor([E2M1.decode(code) for code in range(8)], dtype=torch.float32)
     return (torch.searchsorted(magnitudes, values.abs()) + 8 * values.signbit()).to(torch.uint8)
 
 

@@ -64,14 +64,14 @@ def _states(device, backend, spec: NVFP4, cuts, dtype: torch.dtype, layout: str)
         target = cast_target_of(weight, tiles, slot, turned=weight.allocate_turned())
         tiles += target.tile_count
         numel = rows * cols
-        master = torch.randn(numel, generator=generator) * 10.0 ** (slot - 2)
+        master = torch.randn(numel, generator=generator, dtype=torch.float32) * 10.0 ** (slot - 2)
         if broken and numel > 40:
             master[numel // 2], master[numel // 3] = float("nan"), -float("inf")
         start, stop = round(low * numel), round(high * numel)
         values = master.to(dtype)[start:stop].to(device)
         pieces.append(Piece(target, values, start, cols, weight.qdata.view(-1)))
         weights.append(weight)
-    amaxes = torch.zeros(tiles + len(SHAPES), device=device)
+    amaxes = torch.zeros(tiles + len(SHAPES), device=device, dtype=torch.float32)
     scales = torch.zeros(tiles, dtype=torch.uint8, device=device)
     caster, finisher = primary_stages(pieces, [piece.target for piece in pieces], tiles, device, backend)
     caster.amax(amaxes)

@@ -28,7 +28,10 @@ def speeds(device: torch.device, limits: Ceilings, backend: str | None = None, s
         size: a smaller one for tests.
     """
     draw = Philox(1, 2).on(device)
-    xs = [torch.randn(size, size, device=device).bfloat16() for _ in range(input_sets(device, 2 * size * size))]
+    xs = [
+        torch.randn(size, size, device=device, dtype=torch.float32).bfloat16()
+        for _ in range(input_sets(device, 2 * size * size))
+    ]
     amax = ops.amax(xs[0], backend)
     stochastic, rotated = NVFP4(rounding="stochastic"), NVFP4(rounding="stochastic", rotation=Hadamard())
     codes = [ops.quantize(x, Side(NVFP4(), amax=amax), backend=backend) for x in xs]

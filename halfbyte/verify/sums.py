@@ -61,17 +61,19 @@ def coded(rows: int, cols: int, spec: Spec, generator: torch.Generator) -> Opera
     qdata = torch.randint(0, 256, (rows, blocks * spec.format.block_bytes), generator=generator, dtype=torch.uint8)
     if not spec.format.has_amax:  # without codes that are no numbers, and beside scales that sums can hold
         qdata = torch.where(qdata & 0x7F >= 0x7B, 0x38, qdata)
-        scale, amax = torch.randint(110, 135, (rows, blocks), generator=generator), torch.empty(0)
+        scale, amax = torch.randint(110, 135, (rows, blocks), generator=generator), torch.empty(0, dtype=torch.float32)
     else:
         scale = torch.randint(1, 127, (rows, blocks), generator=generator)
-        amax = torch.rand((rows,) if spec.has_row_amax else (), generator=generator) * 8 + 1
-    scale = torch.where(torch.rand(scale.shape, generator=generator) < 0.2, 0, scale).to(torch.uint8)
+        amax = torch.rand((rows,) if spec.has_row_amax else (), generator=generator, dtype=torch.float32) * 8 + 1
+    scale = torch.where(torch.rand(scale.shape, generator=generator, dtype=torch.float32) < 0.2, 0, scale).to(
+        torch.uint8
+    )
     return Operand(Blocks(qdata, scale, amax), spec, cols)
 
 
 def _operand(device: torch.device, backend: str | None, case: Case) -> str | None:
     generator = torch.Generator().manual_seed(SEED)
-    x = torch.randn(case.shape, generator=generator).bfloat16()
+    x = torch.randn(case.shape, generator=generator, dtype=torch.float32).bfloat16()
     x = x.T if case.turned else x
     wide = round_up(x.shape[1], max(case.spec.block_length, case.size))
     operand = coded(x.shape[0], wide, case.spec, generator)
@@ -92,7 +94,10 @@ def _operand(device: torch.device, backend: str | None, case: Case) -> str | Non
 
 def _errors(device: torch.device, backend: str | None, shape: tuple[int, int]) -> str | None:
     generator = torch.Generator().manual_seed(SEED)
-    got, wanted = torch.randn(shape, generator=generator).bfloat16(), torch.randn(shape, generator=generator)
+    got, wanted = (
+        torch.randn(shape, generator=generator, dtype=torch.float32).bfloat16(),
+        torch.randn(shape, generator=generator, dtype=torch.float32),
+    )
     results = []
     for place, which in ((device, backend), (CPU, "reference")):
         sums = ops.error_sums(wanted.to(place), got.to(place), backend=which)
@@ -112,7 +117,7 @@ def _far(names: tuple[str, ...], mine: Tensor, theirs: Tensor) -> str | None:
 
 
 def _outliers(device, backend, shape) -> str | None:
-    x = torch.randn(shape, generator=torch.Generator().manual_seed(SEED)).bfloat16()
+    x = torch.randn(shape, generator=torch.Generator().manual_seed(SEED), dtype=torch.float32).bfloat16()
     limit = torch.tensor(1.5, dtype=torch.float64)
     mine, theirs = (
         ops.column_outliers(x.to(place), limit.to(place), which)

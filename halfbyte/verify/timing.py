@@ -156,7 +156,7 @@ def ceilings(device: torch.device) -> Ceilings:
     source = torch.randint(256, (size,), dtype=torch.uint8, device=device)
     target = torch.empty_like(source)
     copy = 2 * size / measure([lambda: target.copy_(source)], device).seconds
-    a, b = (torch.randn(n, n, device=device).bfloat16() for _ in range(2))
+    a, b = (torch.randn(n, n, device=device, dtype=torch.float32).bfloat16() for _ in range(2))
     return Ceilings(copy, 2 * n**3 / measure([lambda: a @ b.T], device).seconds)
 
 

@@ -92,7 +92,7 @@ def compare_conversions(device: torch.device, name: str) -> tuple[Tensor, Tensor
         bits = torch.arange(COUNT, dtype=torch.int32, device=device) << 16
         x = torch.nan_to_num(bits.view(torch.float32), nan=0.0, posinf=6.0, neginf=-6.0)
     else:
-        x = torch.linspace(-8, 8, COUNT, device=device)
+        x = torch.linspace(-8, 8, COUNT, device=device, dtype=torch.float32)
     generator = torch.Generator(device).manual_seed(4)
     random = torch.randint(-(1 << 31), 1 << 31, (COUNT // 4,), generator=generator, device=device).to(torch.int32)
     return convert(x, random, name)

@@ -207,7 +207,7 @@ def _factor_kind(side: Decoded) -> int:
 
 def without_products(y: Tensor, epilogue: Epilogue) -> Tensor:
     """K = 0: the product is zero."""
-    total = torch.zeros(y.shape, device=y.device)
+    total = torch.zeros(y.shape, device=y.device, dtype=torch.float32)
     if epilogue.bias is not None:
         total += epilogue.bias.float()
     if epilogue.outer is not None:

@@ -219,7 +219,9 @@ def _amaxes(grid: Grid, plan: GroupPlan, sides: Sides) -> list[Tensor]:
         if amax is None:
             needed[i] = spec
             shape = ((grid.groups + 1) * cols,) if i else (rows,)
-            own.append(torch.zeros(shape, device=grid.x.device) if spec.has_row_amax else plan.amax[i])
+            own.append(
+                torch.zeros(shape, device=grid.x.device, dtype=torch.float32) if spec.has_row_amax else plan.amax[i]
+            )
         elif grid.offsets is None:
             own.append(amax.flatten())
         elif not spec.has_row_amax:

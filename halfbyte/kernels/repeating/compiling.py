@@ -16,13 +16,13 @@ MAX_COMPILERS = 8
 class Compilers(ThreadPoolExecutor):
     """Threads. Where none can begin, as when the interpreter ends or a process has no more, whoever asks computes."""
 
-    def submit(self, function: Callable, /, *args: Any, **kwargs: Any) -> Future:
+    def submit(self, function: Callable[[], Any], /) -> Future:  # type: ignore[override]  # all that Triton asks for
         try:
-            return super().submit(function, *args, **kwargs)
+            return super().submit(function)
         except RuntimeError:
             computed: Future = Future()
             try:
-                computed.set_result(function(*args, **kwargs))
+                computed.set_result(function())
             except Exception as error:  # who asks for the result is told
                 computed.set_exception(error)
             return computed

@@ -217,7 +217,7 @@ def operand_sums(
     blocks, spec = operand.blocks, operand.spec
     shape = blocks.qdata.shape[0], blocks_per_row(blocks.qdata, spec)
     figures = len(OPERAND_SUMS)
-    maxima = torch.empty(shape, device=values.device) if with_maxima else None
+    maxima = torch.empty(shape, device=values.device, dtype=torch.float32) if with_maxima else None
     if not blocks.qdata.numel():
         nothing = torch.zeros(figures + 1, dtype=torch.float64, device=values.device)
         return nothing[:figures], nothing[figures], maxima
