@@ -198,9 +198,9 @@ COL_TILES = {16: LineTile(64, 4, 2, words=2), 32: LineTile(64, 4, 4), 64: LineTi
 LONGEST_ROW = 8192
 INTERPRETED_BLOCKS = 1024  # the interpreter pays by the operation: large tiles
 WIDE_GROUPS, WIDE_WARPS = 128, 4
-EDEN_GROUPS, EDEN_WARPS = 64, 2
+EDEN_GROUPS, EDEN_WARPS = 64, 2  # of rows
 WIDE_REGISTERS = {64: 96, 128: 168}  # by the width, along columns: 20 and 12 warps on a multiprocessor
-PAIRED_REGISTERS, EDEN_REGISTERS = 80, 112  # where two threads share a group of 128: 24 and 18 warps
+PAIRED_REGISTERS, EDEN_REGISTERS = 80, 112  # where two threads share a group of 128: 24 and 16 warps
 STOCHASTIC_REGISTERS = {64: 128, 128: 168}  # the next step: with 96 they spill
 
 
@@ -315,7 +315,8 @@ def _wide(one: OneSide) -> Choice:
     lines, target = in_long_rows(one), target_of(one.x.device)
     rule = replace(sc.rule_of(one.spec, sc.hardware_level(target)), decoded=one.side.transient)
     groups, columns = lines.blocks * 16 // rule.group, _by_columns(lines.x)
-    count, num_warps = (EDEN_GROUPS, EDEN_WARPS) if rule.eden else (WIDE_GROUPS, WIDE_WARPS)
+    of_eden_rows = rule.eden and not columns
+    count, num_warps = (EDEN_GROUPS, EDEN_WARPS) if of_eden_rows else (WIDE_GROUPS, WIDE_WARPS)
     covered = round_up(lines.rows, SWIZZLE_ROWS) if lines.swizzled else lines.rows
     tiles = ceil_div(covered, count) if columns else 1
     full = is_full(lines.x, lines.blocks, lines.swizzled, rule, (count, 1))
