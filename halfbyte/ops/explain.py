@@ -100,8 +100,8 @@ def read_spec(word: Spec | str | None) -> Spec | None:
         if given[0] == parts[0]:
             try:
                 return parse("/".join((*given, *parts[len(given) :])))
-            except ValueError:
-                break  # whose message names a key that nobody wrote
+            except ValueError as error:  # whose message names a key that nobody wrote
+                raise ValueError(f"spec={word!r}: {error}") from None
     raise ValueError(
         f"spec={word!r}: give a key, whose last parts may be left out (nvfp4, nvfp4/16x16, mxfp8/e5m2), an operand "
         "of a preset (nvfp4.dgrad.a), or bf16"
@@ -162,8 +162,6 @@ def _dequantize(call: RehearsedCall) -> None:
     from halfbyte.kernels import backend
     from halfbyte.kernels.scenario_values import blocks
 
-    if call.first is None:
-        raise ValueError("spec=bf16: what is not quantized needs no dequantize; give the spec of the operand")
     rows, cols = call.shape
     backend.dequantize(Operand(blocks(rows, cols, call.first), call.first, cols), torch.bfloat16)
 
@@ -304,7 +302,7 @@ def explain(
     if op.endswith("gemm"):
         GemmSpec(a=known[0], b=known[1], batch_invariant=batch_invariant)  # refuses what the product refuses
     if op == "dequantize" and known[0] is None:
-        raise ValueError(f"spec={specs[0]!r}: bf16 is not decoded; give the spec of what is, such as nvfp4")
+        raise ValueError("spec=bf16: what is not quantized needs no dequantize; give the spec of the operand")
     where, reason = _target(target)
     if op in QUANTIZING and not any(known):
         why = "bf16 stays as it is; give the spec of rows, of columns or of both, such as nvfp4"

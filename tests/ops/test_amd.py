@@ -200,7 +200,7 @@ def test_verify_says_why_it_ran_no_kernel(machine, monkeypatch, capsys):
 @pytest.mark.parametrize(
     ("arguments", "reason"),
     [
-        (["--force", "--device", "cpu"], "backend='portable': Triton kernels need a CUDA GPU, not cpu"),
+        (["--force", "--device", "cpu"], "--force: there is no GPU whose kernels could be forced; leave it out"),
         (["--force", "--backend", "triton"], "--force --backend triton: --force chooses the kernels"),
     ],
 )

@@ -221,6 +221,8 @@ def test_words_for_specs(word, spec):
         ((64, 64), ("nvfp4",), {"target": ["sm_90"]}, r"target=\['sm_90'\]: use one of sm_80"),
         ((64, 64), ("nvfp4",), {"op": "amax", "groups": 2}, "groups=2: amax takes none"),
         ((64, 64), ("bf16",), {"op": "dequantize", "target": "sm_90"}, "spec=bf16"),
+        ((64, 64), ("bf16",), {"op": "dequantize", "target": "cpu"}, "spec=bf16"),
+        ((64, 64), ("nvfp4/",), {}, "spec='nvfp4/': "),
         ((64, 64), ("nvfp4", "mxfp8"), {"op": "dequantize", "target": "sm_90"}, "dequantize takes one"),
         ((64, 64), ("nvfp4", "nvfp4", "nvfp4"), {"target": "sm_90"}, "quantize takes one or two"),
     ],
