@@ -15,10 +15,11 @@ FACTORIES = {"empty", "empty_strided", "eye", "full", "linspace", "ones", "rand"
 def without_dtype(text: str) -> Iterator[str]:
     """Give the calls of torch's factories that take the default dtype."""
     for node in ast.walk(ast.parse(text)):
-        if isinstance(node, ast.Call) and ast.unparse(node.func).startswith("torch."):
-            if ast.unparse(node.func).removeprefix("torch.") in FACTORIES:
-                if not {keyword.arg for keyword in node.keywords} & {"dtype", None}:
-                    yield f"line {node.lineno}: {ast.unparse(node)}"
+        called = ast.unparse(node.func) if isinstance(node, ast.Call) else ""
+        if called.startswith("torch.") and called.removeprefix("torch.") in FACTORIES:
+            told = {keyword.arg for keyword in node.keywords} & {"dtype", None}
+            if not told:
+                yield f"line {node.lineno}: {ast.unparse(node)}"
 
 
 @pytest.mark.parametrize("path", sorted(PACKAGE.rglob("*.py")), ids=lambda path: str(path.relative_to(PACKAGE)))

@@ -162,6 +162,7 @@ def _dequantize(call: RehearsedCall) -> None:
     from halfbyte.kernels import backend
     from halfbyte.kernels.scenario_values import blocks
 
+    assert call.first is not None, "explain refuses bf16"
     rows, cols = call.shape
     backend.dequantize(Operand(blocks(rows, cols, call.first), call.first, cols), torch.bfloat16)
 

@@ -73,7 +73,7 @@ def of_held_amaxes() -> list[Tensor]:
         net[0].weight.copy_(drawn(32, 32).float())
     hb.quantize_(net, replace(hb.recipes.nvfp4(), amax=Delayed()), state=state)
     losses = []
-    for step in range(3):
+    for _ in range(3):
         state.begin_step(net)
         loss = (net(drawn(16, 32).float() * 1.7) ** 2).sum()
         loss.backward()
