@@ -99,7 +99,8 @@ def ratios(case: str, records: Sequence[Record]) -> str:
         v = record.values
         if v["way"] != ALONE and v["recipe"] != "bf16":
             found.setdefault(v["world"], []).append(v["of_bf16"])
-    parts = [f"{min(of):.2f} to {max(of):.2f}× on {world} GPUs" for world, of in sorted(found.items())]
+    spans = {world: list(dict.fromkeys(f"{ratio:.2f}" for ratio in (min(of), max(of)))) for world, of in found.items()}
+    parts = [f"{' to '.join(span)}× on {world} GPUs" for world, span in sorted(spans.items())]
     return " and ".join(parts) or NOTHING
 
 

@@ -104,5 +104,5 @@ def test_multiples_of_bf16_are_those_of_shared_steps_in_4_bits(tmp_path):
     path = tmp_path / "parallel-nvidia-h200-20260102T030405-abcdef0.jsonl"
     path.write_text("".join(json.dumps(line) + "\n" for line in (head, *LINES, *more)))
     records = load(tmp_path)
-    assert parallel_tables.ratios("parallel/dense", records) == "1.05 to 1.20× on 2 GPUs and 1.54 to 1.54× on 4 GPUs"
+    assert parallel_tables.ratios("parallel/dense", records) == "1.05 to 1.20× on 2 GPUs and 1.54× on 4 GPUs"
     assert parallel_tables.ratios("parallel/mixture", records) == parallel_tables.NOTHING
