@@ -6,8 +6,8 @@
 reference and compiled once; then both are timed in turn, in pairs, the other tree first in every second one. The figure
 is the median of the pairs' ratios, this tree's time over the other's; a case is slower where that is above 1 by more
 than twice the spread of the pairs, their interquartile range. Two processes of one tree can differ by more than their
-pairs do, by where their memory lies: `--processes 3` takes the pairs from three of each. What there was no time for is
-named, and `--after FILE` leaves out what a file has.
+pairs do, by where their memory lies: `--processes 3` takes the pairs from three of each, at three places. What there
+was no time for is named, and `--after FILE` leaves out what a file has.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from fnmatch import fnmatchcase
 from pathlib import Path
+from random import Random
 from statistics import median, quantiles
 from typing import Any, Self
 
@@ -34,6 +35,7 @@ ROOT = Path(__file__).resolve().parent.parent
 WORKER = Path(__file__).with_name("turn_worker.py")
 WHOLE = ("host/*", "steps/*", "train/*")  # these measure themselves and run whole at every turn
 NOTABLY = 2.0  # spreads of the pairs
+MAX_LEAD = 1024  # MiB
 
 
 class Failed(Exception):
@@ -65,12 +67,15 @@ class Tree:
             env={**os.environ, "PYTHONPATH": os.pathsep.join(paths)},
         )
 
-    def begin(self, case: str, shape: Shape) -> None:
-        """Let it compare and compile a case; `wait` waits for it. A process that has crashed is replaced."""
+    def begin(self, case: str, shape: Shape, lead: int = 0) -> None:
+        """Let it compare and compile a case behind `lead` MiB of memory; `wait` waits for it.
+
+        A process that has crashed is replaced.
+        """
         if self.process.poll() is not None:
             self.process = self._start()
         whole = any(fnmatchcase(case, glob) for glob in WHOLE)
-        self._say({**self.how, "case": case, "shape": list(shape), "whole": whole})
+        self._say({**self.how, "case": case, "shape": list(shape), "whole": whole, "lead": lead})
 
     def wait(self) -> None:
         """Wait until the case that was begun can be timed."""
@@ -116,8 +121,10 @@ class Tree:
         self.process.wait()
 
 
-def pairs_of(mine: Tree, other: Tree, case: str, shape: Shape, pairs: int) -> list[tuple[float, float]]:
-    """Return microseconds of this tree and of the other, pair by pair.
+def pairs_of(
+    mine: Tree, other: Tree, case: str, shape: Shape, pairs: int, leads: tuple[int, int] = (0, 0)
+) -> list[tuple[float, float]]:
+    """Return microseconds of this tree and of the other, pair by pair, each behind so many MiB of memory.
 
     Raises:
         Failed: a tree cannot time the case; both are ready for the next one.
@@ -132,8 +139,8 @@ def pairs_of(mine: Tree, other: Tree, case: str, shape: Shape, pairs: int) -> li
             ready.remove(tree)
             problems.append(str(failed))
 
-    for tree in (mine, other):
-        said(tree, lambda tree=tree: tree.begin(case, shape))
+    for tree, lead in zip((mine, other), leads, strict=True):
+        said(tree, lambda tree=tree, lead=lead: tree.begin(case, shape, lead))
     for tree in list(ready):  # both compare and compile at the same time
         said(tree, tree.wait)
     found = []
@@ -155,14 +162,18 @@ def pairs_of_processes(
 ) -> list[tuple[float, float]]:
     """Return what `pairs_of` does in as many processes of each tree, one behind the other.
 
+    A case may be faster where its memory lies well in the L2, and all processes of a tree would choose one place: from
+    the second on each begins behind memory of another size.
+
     Raises:
         Failed: as `pairs_of` does.
     """
     found = pairs_of(mine, other, case, shape, pairs)
+    sizes = Random(f"{case} {shape}")
     for _ in range(processes - 1):
         mine.renew()
         other.renew()
-        found += pairs_of(mine, other, case, shape, pairs)
+        found += pairs_of(mine, other, case, shape, pairs, (sizes.randrange(MAX_LEAD), sizes.randrange(MAX_LEAD)))
     return found
 
 

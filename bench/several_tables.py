@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from math import prod
 from types import MappingProxyType
 from typing import Any
 
 from bench.markdown import recorded
 from bench.records import Record
 
-PLAIN, CODES = ("plain", "bf16"), ("nvfp4", "codes")
-"""What `bench.zero` and `bench.gather` call weights that travel in bf16, and in 4 bits."""
+KINDS = MappingProxyType({"plain": "bf16", "bf16": "bf16", "nvfp4": "nvfp4", "codes": "nvfp4", "shared": None})
+"""How weights travel, by what `bench.zero` and `bench.gather` call it; a head that ranks share is not in this table."""
+
+TOKENS = (8, 2048)
+"""Of a rank of `bench.zero`, where a record names none: docs/primary_weights.md."""
 
 
 def _belongs(record: Record) -> bool:
@@ -19,17 +23,18 @@ def _belongs(record: Record) -> bool:
 
 
 def several(records: Sequence[Record]) -> str:
-    """Return the newest run of every model, sharding and number of GPUs with both kinds of weights, a line each."""
+    """Return the newest runs with both kinds of weights, a line for every sharding, model, number of GPUs and tokens."""
     pairs: dict[tuple[Any, ...], dict[str, Record]] = {}
     for record in records:
         v = record.values
         if v["case"] in ("zero/step", "gather/step") and record.is_clean and _belongs(record):
-            kind = "bf16" if v.get("weights", v.get("way")) in PLAIN else "nvfp4"
-            assert kind == "bf16" or v.get("weights", v.get("way")) in CODES, v
-            key = v["case"], v["model"], v.get("layers"), v["world"]
-            pairs.setdefault(key, {})[kind] = record  # oldest first
+            kind = KINDS[v.get("weights", v.get("way"))]
+            key = v["case"], v["model"], v.get("layers"), v["world"], prod(v.get("tokens") or TOKENS)
+            if kind is not None:
+                pairs.setdefault(key, {})[kind] = record  # oldest first
     lines = []
-    for (case, model, layers, world), pair in sorted(pairs.items(), key=lambda item: (item[0][0] < "z", item[0][3])):
+    ordered = sorted(pairs.items(), key=lambda item: (item[0][0] < "z", item[0][3]))
+    for (case, model, layers, world, tokens), pair in ordered:
         before, after = pair["bf16"], pair["nvfp4"]
         lines.append(
             (
@@ -37,6 +42,7 @@ def several(records: Sequence[Record]) -> str:
                     ("ZeRO-1, " if case == "zero/step" else "FSDP2, ")
                     + (f"{layers} blocks of {model}" if layers else model),
                     str(world),
+                    f"{tokens:,}",
                     f"{_ratio(before, after, 'step_ms', 1, '.0f')}",
                     f"{_ratio(before, after, 'peak_GiB', 1, '.1f')}",
                     f"{_ratio(before, after, 'gathered_bytes', 1e-6, ',.0f')}",
@@ -44,7 +50,7 @@ def several(records: Sequence[Record]) -> str:
                 [before.stamp, after.stamp],
             )
         )
-    return recorded(["", "GPUs", "step, ms", "peak, GiB", "gathered, MB"], lines)
+    return recorded(["", "GPUs", "tokens a rank", "step, ms", "peak, GiB", "gathered, MB"], lines)
 
 
 def _ratio(before: Record, after: Record, name: str, factor: float, form: str) -> str:

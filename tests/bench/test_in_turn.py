@@ -13,6 +13,7 @@ from types import SimpleNamespace
 from typing import ClassVar
 
 import pytest
+import torch
 
 from bench import in_turn, turn_worker
 from bench.registry import Unequal
@@ -75,8 +76,9 @@ class Stub:
     def __exit__(self, *_):
         pass
 
-    def begin(self, case, shape):
+    def begin(self, case, shape, lead=0):
         self.case = case
+        Order.leads.append(lead)
 
     def wait(self):
         if self.name == "the other" and self.case == "amax/plain":
@@ -98,6 +100,7 @@ class Stub:
 class Order:
     log: ClassVar[list[str]] = []
     ended: ClassVar[list[tuple[str, str]]] = []
+    leads: ClassVar[list[int]] = []
 
 
 def test_pairs_begin_by_turns_and_a_crash_costs_one_case(monkeypatch):
@@ -118,10 +121,14 @@ def test_pairs_begin_by_turns_and_a_crash_costs_one_case(monkeypatch):
 
 def test_pairs_come_from_several_processes(monkeypatch):
     monkeypatch.setattr(Order, "log", [])
+    monkeypatch.setattr(Order, "leads", [])
     mine, other = Stub("", "this tree"), Stub("", "the other")
     assert in_turn.pairs_of_processes(mine, other, "transpose/packed", (1, 2), 3, 2) == [(1.0, 1.0)] * 6
     anew = ["this tree anew", "the other anew"]
     assert Order.log[6:8] == anew and Order.log[:6] == Order.log[8:] and not set(anew) & set(Order.log[:6])
+    assert in_turn.pairs_of_processes(mine, other, "transpose/packed", (1, 2), 3, 5) == [(1.0, 1.0)] * 15
+    assert Order.leads[:2] == [0, 0] and Order.leads[:4] == Order.leads[4:8], "a reading can be repeated"
+    assert len(set(Order.leads[6:])) == 8 and 0 <= min(Order.leads) <= max(Order.leads) < 1024, "all places differ"
 
 
 def test_a_new_process_is_another_one():
@@ -162,8 +169,12 @@ def test_a_case_answers_as_often_as_it_is_asked():
 def test_a_worker_says_why_there_is_no_figure_and_goes_on(monkeypatch):
     """What cases print is no answer."""
 
+    taken, empty = [], torch.empty
+    monkeypatch.setattr(torch, "empty", lambda *size, **how: (taken.append(size), empty(*size, **how))[1])
+
     def run(setting, shape) -> None:
         print("compiling")
+        assert taken.pop() == (3 << 20,), "memory is taken before the case runs"
         if shape == (1,):
             raise RuntimeError("no memory\nof 80 GB")
         if shape == (2,):
@@ -173,7 +184,7 @@ def test_a_worker_says_why_there_is_no_figure_and_goes_on(monkeypatch):
         monkeypatch.setattr(module, name, getattr(module, name))  # main replaces it
     monkeypatch.setattr(turn_worker.measuring, "measure_alternately", turn_worker.measuring.measure_alternately)
     monkeypatch.setattr(turn_worker, "all_cases", lambda: [SimpleNamespace(name="a/case", run=run)])
-    order = {"case": "a/case", "backend": "reference", "budget": 0.01, "whole": False}
+    order = {"case": "a/case", "backend": "reference", "budget": 0.01, "whole": False, "lead": 3}
     lines, said = [json.dumps({**order, "shape": [size]}) + "\n" for size in (1, 2, 3)], io.StringIO()
     monkeypatch.setattr(sys, "stdin", io.StringIO("".join(lines)))
     monkeypatch.setattr(sys, "stdout", said)

@@ -6,7 +6,7 @@ import re
 
 import pytest
 
-from bench import losses, plan_tables, results, tables
+from bench import losses, plan_tables, results, several_tables, tables
 from bench.records import Record, counting, failed, load
 
 RECORDS = load()
@@ -133,3 +133,23 @@ def test_a_comparison_is_collected(tmp_path):
     assert line["evaluations"] == [[2, 1.5]] and line["training"] == [[2, 1.0]] and line["key"] == "k"
     with pytest.raises(ValueError, match=r"no results\.json; give the --out folder"):
         losses.collect(tmp_path / "bf16")
+
+
+def test_steps_of_several_gpus_stand_beside_those_of_as_many_tokens():
+    """A head that ranks share is another way, and a run of twice the tokens another run."""
+    run = {"commit": "abcdef0", "time": "2026", "device": "NVIDIA H200"}
+    line = {"case": "gather/step", "model": "1b", "layers": 16, "world": 2, "tokens": [4, 2048], "peak_GiB": 1.0}
+    ways = {"bf16": 100.0, "codes": 90.0, "shared": 1.0}
+    lines = [line | {"way": way, "step_ms": ms, "gathered_bytes": 1e6} for way, ms in ways.items()]
+    lines += [values | {"tokens": [8, 2048], "step_ms": 2 * values["step_ms"]} for values in lines]
+    zero = {"case": "zero/step", "model": "1b", "world": 2, "peak_GiB": 1.0, "gathered_bytes": 1e6}
+    lines += [zero | {"weights": "plain", "step_ms": 50.0}]
+    lines += [zero | {"weights": "nvfp4", "step_ms": 49.0, "tokens": [8, 2048]}]
+    file = "gather-gpu-20260101T000000-abcdef0.jsonl"
+    records = [Record(key=(values["case"], ()), run=run, values=values, file=file) for values in lines]
+    found = [row.split(" | ")[:4] for row in several_tables.several(records).splitlines()[2:5]]
+    assert found == [
+        ["| ZeRO-1, 1b", "2", "16,384", "50 → 49, 0.98×"],
+        ["| FSDP2, 16 blocks of 1b", "2", "8,192", "100 → 90, 0.90×"],
+        ["| FSDP2, 16 blocks of 1b", "2", "16,384", "200 → 180, 0.90×"],
+    ]
