@@ -23,7 +23,7 @@ def _belongs(record: Record) -> bool:
 
 
 def several(records: Sequence[Record]) -> str:
-    """Return the newest runs with both kinds of weights, a line for every sharding, model, number of GPUs and tokens."""
+    """Return the newest run with both kinds of weights of each sharding, model, number of GPUs and tokens."""
     pairs: dict[tuple[Any, ...], dict[str, Record]] = {}
     for record in records:
         v = record.values
