@@ -53,8 +53,9 @@ def quantize(
     _check_amax(amax, spec, x, rows)
     draw = _draw("rng", rng, x, spec if spec.needs_rng else None)
     sign_draw = _draw("sign_rng", sign_rng, x, spec if spec.needs_sign_rng else None)
+    own = None if amax is None else amax.clone()  # what is written to the result is not written to the caller's
     blocks = ops.quantize(
-        x.detach(), Side(spec, draw=draw, sign_draw=sign_draw, amax=amax, scale_layout=scale_layout), backend=backend
+        x.detach(), Side(spec, draw=draw, sign_draw=sign_draw, amax=own, scale_layout=scale_layout), backend=backend
     )
     return _wrap(blocks, spec, tuple(x.shape), x.dtype, scale_layout)
 
@@ -88,11 +89,18 @@ def quantize_row_col(
     rows = _check_input(x)
     check_scale_layout(scale_layout)
     sides = sides_of(x, (row_spec, col_spec), rng, sign_rng, scale_layout)
-    row, col = ops.quantize_row_col(x.detach().reshape(rows, x.shape[-1]), *sides, backend=backend)
+    row, col = apart(*ops.quantize_row_col(x.detach().reshape(rows, x.shape[-1]), *sides, backend=backend))
     return (
         None if row is None or row_spec is None else _wrap(row, row_spec, tuple(x.shape), x.dtype, scale_layout),
         None if col is None or col_spec is None else _wrap(col, col_spec, (x.shape[-1], rows), x.dtype, scale_layout),
     )
+
+
+def apart(row: Blocks | None, col: Blocks | None) -> tuple[Blocks | None, Blocks | None]:
+    """Return both orientations with an amax of their own: one can be written to without the other."""
+    if row is None or col is None or col.amax is None or col.amax is not row.amax:
+        return row, col
+    return row, col._replace(amax=col.amax.clone())
 
 
 def _wrap(blocks: Blocks, spec: Spec, shape: tuple[int, ...], dtype: torch.dtype, scale_layout: str) -> QuantTensor:

@@ -9,7 +9,7 @@ from halfbyte import ops
 from halfbyte.layout import LINEAR, Blocks
 from halfbyte.rng import AnyPhilox
 from halfbyte.spec import Spec
-from halfbyte.tensor.create import sides_of
+from halfbyte.tensor.create import apart, sides_of
 from halfbyte.tensor.quant_tensor import QuantTensor
 
 
@@ -42,7 +42,7 @@ def grouped_quantize_row_col(
         TypeError, ValueError: as for `quantize`, or x and offsets do not fit.
     """
     sides = sides_of(x, (row_spec, col_spec), rng, sign_rng, scale_layout)
-    row, col = ops.grouped_quantize_row_col(x.detach(), offsets, *sides, backend=backend)
+    row, col = apart(*ops.grouped_quantize_row_col(x.detach(), offsets, *sides, backend=backend))
     return (
         None if row is None or row_spec is None else _wrap(row, row_spec, x, offsets, scale_layout, False),
         None if col is None or col_spec is None else _wrap(col, col_spec, x, offsets, scale_layout, True),
@@ -53,7 +53,7 @@ def _wrap(blocks: Blocks, spec: Spec, x: Tensor, offsets: Tensor | None, scale_l
     shape = (*x.shape[:-2], x.shape[-1], x.shape[-2]) if is_col else tuple(x.shape)
     options = {"dtype": x.dtype, "scale_layout": scale_layout}
     if offsets is not None:
-        groups = {"group_offsets": offsets.detach(), "splits_columns": is_col}
+        groups = {"group_offsets": offsets.detach().clone(), "splits_columns": is_col}
         return QuantTensor(blocks, spec.key, shape=shape, **options, **groups)
     # Experts are groups of equally many rows of the flattened matrix.
     ends = torch.arange(1, shape[0] + 1, dtype=torch.int32, device=x.device) * shape[1]

@@ -215,7 +215,8 @@ class QuantTensor(torch.Tensor):
         qdata, scale = ops.transpose(self.blocks.qdata, self.linear_scale().view(torch.uint8), rows, cols)
         if self.scale_layout == SWIZZLED_32_4_4:
             scale = layout.swizzle(scale)
-        inner = _typed(Blocks(qdata, scale, self.blocks.amax), self.spec)
+        amax = None if self.blocks.amax is None else self.blocks.amax.clone()
+        inner = _typed(Blocks(qdata, scale, amax), self.spec)
         return self._wrap(inner, self.header._replace(borrowed=True), (cols, rows))
 
     def linear_scale(self) -> Tensor:

@@ -4,7 +4,7 @@ import dataclasses
 
 import pytest
 import torch
-from tensor_cases import MX, ROW, SPECS, TILE, assert_same, make, values
+from tensor_cases import MX, ROW, SPECS, TILE, assert_same, inner, make, raw, values
 
 import halfbyte as hb
 from halfbyte import ops
@@ -93,6 +93,26 @@ class TestQuantize:
             row, col = hb.quantize_row_col(values(40, 72), spec, spec, **options)
             assert_same(row, hb.quantize(values(40, 72), spec, **options))
             assert_same(col, row.transpose())
+
+    def test_what_is_written_to_one_reaches_no_other(self):
+        """Not the other orientation, no tensor made with the same amax, and not the caller's amax."""
+        for spec in (ROW, TILE, hb.NVFP4(outer="row")):
+            amax = torch.full(() if spec.outer == "tensor" else (40,), 8.0)
+            ends = torch.tensor([16, 40], dtype=torch.int32)
+            made = [hb.quantize(values(40, 72), spec, amax=amax) for _ in range(2)]
+            made += hb.quantize_row_col(values(40, 72), spec, spec)
+            made += [made[2].transpose()] if spec.is_tile else []
+            if spec.outer == "tensor":
+                made += hb.grouped_quantize_row_col(values(2, 40, 72), None, spec, spec)
+            made += hb.grouped_quantize_row_col(values(40, 72), ends, spec, spec)
+            for i, q in enumerate(made):
+                others = [made[j] for j in range(len(made)) if j != i]
+                before = [{name: t.clone() for name, t in inner(other).items()} for other in others]
+                if not q.header.borrowed:  # else torch's transpose, which refuses to be written to
+                    q.copy_(torch.zeros(q.shape)) if q.group_offsets is None else q.zero_()
+                for other, parts in zip(others, before, strict=True):
+                    assert all(torch.equal(raw(inner(other)[name]), raw(t)) for name, t in parts.items()), (spec, i)
+            assert (amax == 8.0).all() and ends.tolist() == [16, 40]
 
     def test_strides_and_dtypes(self):
         for dtype in (torch.float32, torch.float16, torch.bfloat16):
