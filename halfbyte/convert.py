@@ -208,7 +208,8 @@ def set_recipe_(model: nn.Module, recipe: Recipe | str, *, state: RunState | Non
     Args:
         model: a model that `quantize_` converted, or one built of hb.nn layers.
         recipe: a Recipe or a preset's name.
-        state: the RunState to draw from, for layers that were built without one; others keep theirs.
+        state: the RunState to draw from, for layers that were built without one or copied from one that draws from
+            it; others keep theirs.
 
     Raises:
         ValueError: the model has no hb.nn layer, the recipe draws and a layer has no RunState, or it is called within

@@ -35,7 +35,8 @@ _STANDARD = str(Path(sysconfig.__file__).parent) + os.sep
 FORGOTTEN = (
     "call advance() of their RunState (report.state of hb.quantize_) once per micro-batch, or let it follow the model "
     "by itself, report.state.follow(model), or, compiled as a whole, report.state.follow(optimizer); transformers' "
-    "Trainer takes callbacks=[HalfbyteCallback()] from halfbyte.integrations.transformers"
+    "Trainer takes callbacks=[HalfbyteCallback()] from halfbyte.integrations.transformers. A layer that copy.deepcopy "
+    "made draws from a copy of it: hb.quantize_(model, recipe, state=state) gives it the model's"
 )
 FORGOTTEN_PRIVATE = (
     "these layers were built without state= and draw from a RunState of their own, which no other's advance() moves; "

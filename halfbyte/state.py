@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import secrets
 import warnings
 from typing import Any
 
@@ -64,6 +65,7 @@ class RunState:
     _turns: Interleaved | None = None  # that says where each of several micro-batches draws, until they end
     _amaxes: DelayedAmaxes | None = None
     _unbegun = 0  # training forwards with delayed amaxes before the first step
+    _made = ""  # alike in what was copied or unpickled from one
 
     def __init__(self, seed: int = 0, schedule: Schedule | None = None, rank: int | None = None) -> None:
         if isinstance(seed, bool) or not isinstance(seed, int):
@@ -73,6 +75,7 @@ class RunState:
         if rank is not None:
             rank_seed(seed, rank)  # refuses what is no rank
         self.seed, self._rank = seed, rank
+        self._made = secrets.token_hex(8)
         with torch.inference_mode(False):  # `advance` and autograd refuse inference tensors
             self._hold(self._places_at(0))
         self._streams = 0
@@ -100,6 +103,10 @@ class RunState:
         """Return self, from now on the RunState that somebody chose."""
         self._private = False
         return self
+
+    def is_copy_of(self, other: RunState) -> bool:
+        """Whether it is another object, of which nobody but copy.deepcopy or pickle made one."""
+        return self is not other and self._made == other._made != ""
 
     @property
     def rank(self) -> int:
@@ -399,16 +406,20 @@ class RunState:
         found = [
             name or "the model"
             for name, layer in layers
-            if layer.recipe.specs and (layer.run_state is None or layer.run_state.schedule is None)
+            if layer.recipe.specs and not self._leaves_alone(layer.run_state)
         ]
         if found:
             self._has_named_others = True
             warnings.warn(
                 f"{len(found)} layers follow a recipe but not this RunState and its schedule ({', '.join(found[:4])}"
                 f"{', …' if len(found) > 4 else ''}): pass state= where they are built; hb.set_recipe_(…, state=state) "
-                "and hb.quantize_(…, state=state) move those that were built without one",
+                "and hb.quantize_(…, state=state) move those that were built without one or copied from this one's",
                 stacklevel=3,
             )
+
+    def _leaves_alone(self, other: RunState | None) -> bool:
+        """Whether a layer may follow another RunState on purpose: one with a schedule, and no copy of this one."""
+        return other is not None and other.schedule is not None and not other.is_copy_of(self)
 
     def reserve_streams(self, count: int, *, late: bool = False) -> int:
         """Return the first of `count` stream numbers that nobody else gets.

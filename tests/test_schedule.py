@@ -229,6 +229,27 @@ def test_layers_outside_of_the_run_are_named_once():
             one.begin_step(model)
 
 
+def test_a_copied_layer_is_named_and_moves_to_the_run():
+    """Its RunState is a copy that nobody advances: it would miss the schedule and draw its original's bits again."""
+    state = hb.RunState(0, hb.Schedule([(0, "nvfp4"), (1, "mxfp8")]))
+    model = torch.nn.ModuleList([torch.nn.Linear(16, 16) for _ in range(2)])
+    hb.quantize_(model, "nvfp4", keep=hb.Keep(names=(), last_fraction=0), state=state)
+    model.append(copy.deepcopy(model[0]))
+    with pytest.warns(UserWarning, match=r"1 layers follow a recipe but not this RunState .*\(2\).*copied"):
+        state.begin_step(model)
+    hb.quantize_(model, "nvfp4", keep=hb.Keep(names=(), last_fraction=0), state=state)
+    assert [layer.run_state is state for layer in model] == [True] * 3
+    assert len({layer.stream for layer in model}) == 3, "bits of its own"
+    state.advance()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        state.begin_step(model)
+    assert [layer.recipe for layer in model] == [recipes.mxfp8()] * 3
+    whole = copy.deepcopy(model)
+    hb.quantize_(whole, "nvfp4", keep=hb.Keep(names=(), last_fraction=0))
+    assert len({id(layer.run_state) for layer in whole}) == 1 and whole[0].run_state is not state, "one of its own"
+
+
 def test_no_step_begins_within_high_precision():
     """The context would have put back the recipe from before the change."""
     model, state = decoder(2), hb.RunState(0, hb.Schedule([(1, "mxfp8")]))

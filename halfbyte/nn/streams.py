@@ -174,8 +174,9 @@ class FollowsRecipe(_Base):
         self.amaxes = None if state is None or how is None else state.amaxes_of(self.stream, how, self.amaxes_of)
 
     def join(self, state: RunState) -> None:
-        """Draw from `state`, with fresh streams, unless somebody chose this layer's RunState."""
-        if self.run_state is None or (self.run_state.is_private and self.run_state is not state):
+        """Draw from `state`, with fresh streams, unless somebody chose this layer's RunState; a copy's nobody chose."""
+        own = self.run_state
+        if own is None or (own is not state and (own.is_private or own.is_copy_of(state))):
             self._draw_from(state, late=True)
 
     def to_module(self) -> torch.nn.Module:
