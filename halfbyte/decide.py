@@ -153,11 +153,18 @@ def _obstacle(module: Any) -> str | None:
     if is_parametrized(module):
         return "its parameters are computed by torch.nn.utils.parametrize; convert first, then register these"
     if type(module) not in (nn.Linear, conv1d_class()):
-        base = "Conv1D" if is_conv1d(module) else "Linear"
-        return f"{type(module).__name__} is a subclass of {base} with a forward of its own"
+        return _of_a_subclass(module)
     if module.weight.is_complex():
         return "its weight is complex, which no format quantizes"
     return f"its forward was {REPLACED_FORWARD}" if "forward" in vars(module) else None
+
+
+def _of_a_subclass(module: Any) -> str:
+    base = conv1d_class() if is_conv1d(module) else nn.Linear
+    what = f"{type(module).__name__} is a subclass of {'Linear' if base is nn.Linear else 'Conv1D'}"
+    if isinstance(module, nn.modules.linear.NonDynamicallyQuantizableLinear):
+        return f"{what} whose weight torch's attention reads itself"
+    return what if type(module).forward is getattr(base, "forward", None) else f"{what} with a forward of its own"
 
 
 def _shape(module: Any) -> tuple[int, ...]:

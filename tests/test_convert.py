@@ -167,11 +167,13 @@ class Scaled(nn.Linear):
 
 
 def test_subclasses_keep_their_forward():
-    model = nn.Sequential(nn.Linear(16, 16), Scaled(16, 16), nn.MultiheadAttention(16, 2))
+    plain = type("Named", (nn.Linear,), {})(16, 16)
+    model = nn.Sequential(nn.Linear(16, 16), Scaled(16, 16), nn.MultiheadAttention(16, 2), plain)
     report = hb.quantize_(model, "nvfp4", keep=NOTHING_KEPT)
     assert report.converted == ("0",)
-    assert type(model[1]) is Scaled and "Scaled is a subclass" in report.kept["1"]
-    assert type(model[2].out_proj) is not hb.nn.Linear
+    assert type(model[1]) is Scaled and report.kept["1"] == "Scaled is a subclass of Linear with a forward of its own"
+    assert type(model[2].out_proj) is not hb.nn.Linear and "attention reads itself" in report.kept["2.out_proj"]
+    assert report.kept["3"] == "Named is a subclass of Linear"
 
 
 def test_converting_twice_changes_nothing_and_says_so():

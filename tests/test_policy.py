@@ -271,6 +271,8 @@ def test_keep_and_state_of_other_kinds_are_refused_before_anything_changes():
     schedule = hb.Schedule([(0, "bf16")])
     with pytest.raises(TypeError, match=r"state=Schedule.*: give a RunState"):
         hb.quantize_(model, "nvfp4", state=schedule)
+    with pytest.raises(TypeError, match=r"state=Schedule.*: give a RunState"):
+        hb.nn.Linear(16, 16, state=schedule)
     with pytest.raises(TypeError, match=r"names=\('\*', None\): give a tuple of globs"):
         hb.Keep(names=("*", None))
     assert type(model[0]) is nn.Linear

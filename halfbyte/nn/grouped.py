@@ -140,7 +140,13 @@ class GroupedLinear(GroupedRecipe):
         self.reset_parameters()
 
     def add_bias_(self) -> GroupedLinear:
-        """Give every expert a bias, [experts, out_features] of the weight's dtype and device; return self."""
+        """Give every expert a bias, [experts, out_features] of the weight's dtype and device; return self.
+
+        Raises:
+            ValueError: they have one, which would be lost.
+        """
+        if self.bias is not None:
+            raise ValueError(f"{self.title} has a bias already; reset_parameters() fills weight and bias anew")
         self.bias = nn.Parameter(self.weight.new_empty(self.experts, self.out_features))
         self._fill(self.bias)
         return self

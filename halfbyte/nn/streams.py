@@ -142,6 +142,8 @@ class FollowsRecipe(_Base):
 
     def adopt(self, recipe: Recipe | str, state: RunState | None) -> None:
         recipe = resolve(recipe)
+        if state is not None and not isinstance(state, RunState):
+            raise TypeError(f"state={state!r}: give a RunState, such as hb.RunState(seed=0)")
         state = own_state(recipe, state)
         self.places = []
         self.weight_cache: ModuleCache | None = None

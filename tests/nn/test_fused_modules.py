@@ -257,3 +257,18 @@ def test_siblings_with_backward_hooks_are_called(register):
     x = inputs().requires_grad_()
     torch.autograd.backward(forward_shared(x, layers), [torch.ones(2, 19, 32)] * 2)
     assert seen == [layers[1]]
+
+
+def test_hooks_of_all_modules_see_those_that_share_an_input():
+    """What counts or traces modules by torch's global hooks would miss norm and siblings."""
+    mlp = hb.nn.LayerNormMLP(64, 128, recipe="nvfp4_forward")
+    seen = []
+    handle = torch.nn.modules.module.register_module_forward_pre_hook(lambda module, _: seen.append(module))
+    try:
+        hooked = mlp(torch.ones(3, 64))
+        layers = [hb.nn.Linear(48, 32, recipe="nvfp4_forward") for _ in range(2)]
+        forward_shared(torch.ones(3, 48), layers)
+    finally:
+        handle.remove()
+    assert len(seen) == 1 + len(list(mlp.children())) + 2 and set(seen) == {mlp, *mlp.children(), *layers}
+    assert torch.equal(hooked, mlp(torch.ones(3, 64))), "the same bits"

@@ -175,6 +175,10 @@ def test_a_bias_is_the_functions():
         and 0 < layer.bias.abs().max() <= 40**-0.5
         and "recipe=nvfp4, bias=True" in repr(layer)
     )
+    bias = layer.bias
+    with pytest.raises(ValueError, match="has a bias already"):
+        layer.add_bias_()
+    assert layer.bias is bias
     leaves = [p.detach().clone().requires_grad_() for p in layer.parameters()]
     y = hb.grouped_linear(X, leaves[0], OFFSETS, "nvfp4", bias_EN=leaves[1], rng=layer.run_state.philox(layer.stream))
     y.square().sum().backward()
