@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import errno
 import importlib
+import io
 import os
 import platform
 import re
@@ -67,6 +68,7 @@ def main(arguments: list[str] | None = None) -> int:
         The exit status: 0, 1 if the work failed, 2 if the user asked for something that cannot be, 130 and 141 if
         ctrl-C or the end of the pipe that it prints to stopped it; `train` and `compare` give 143 after SIGTERM.
     """
+    _prepare_streams()
     try:
         try:
             return _run(arguments)
@@ -75,6 +77,16 @@ def main(arguments: list[str] | None = None) -> int:
     except BrokenPipeError:  # as in `halfbyte train --help | head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # else the interpreter's end reports it too
         return 141
+
+
+def _prepare_streams() -> None:
+    """Let nothing that is printed end the work: not a stream that was closed, nor one that cannot encode a letter."""
+    for name in ("stdout", "stderr"):
+        stream = getattr(sys, name)
+        if stream is None:
+            setattr(sys, name, Path(os.devnull).open("w", encoding="utf-8"))  # noqa: SIM115
+        elif isinstance(stream, io.TextIOWrapper) and stream.errors == "strict":
+            stream.reconfigure(errors="replace")
 
 
 def _run(arguments: list[str] | None) -> int:
@@ -102,10 +114,11 @@ def _run(arguments: list[str] | None) -> int:
         print(f"halfbyte {name}: {error}{remedy}", file=sys.stderr)
         return USER_ERROR
     except OSError as error:
-        if error.filename is None:  # not about a path: no mistake in an option
+        if error.filename is None and error.errno not in FULL:  # not about a path: no mistake in an option
             raise
         room = "make room or " if error.errno in FULL else ""
-        print(f"halfbyte {name}: {error.filename}: {error.strerror}; {room}choose another path", file=sys.stderr)
+        where = error.filename or "standard output or a file"
+        print(f"halfbyte {name}: {where}: {error.strerror}; {room}choose another path", file=sys.stderr)
         return USER_ERROR
     except KeyboardInterrupt:
         rest = "; the same command goes on from the last checkpoint" if name in WITH_CHECKPOINTS else ""

@@ -226,3 +226,32 @@ def test_a_reader_that_leaves_ends_it_without_a_traceback(arguments):
     result = subprocess.run(run, stdout=writer, stderr=subprocess.PIPE, text=True, check=False)
     os.close(writer)
     assert (result.returncode, result.stderr) == (141, "")
+
+
+PLAN = [sys.executable, "-c", "import sys; from halfbyte.cli import main; sys.exit(main())", "plan", "--model", "1b"]
+
+
+@pytest.mark.parametrize("closed", [(1,), (2,), (1, 2)])
+def test_a_closed_stream_ends_no_command(closed):
+    def close() -> None:
+        for number in closed:
+            os.close(number)
+
+    result = subprocess.run(PLAN, capture_output=True, text=True, check=False, preexec_fn=close)
+    assert (result.returncode, result.stderr) == (0, "") and bool(result.stdout) == (1 not in closed)
+
+
+@pytest.mark.parametrize("encoding", ["latin-1", "ascii"])
+def test_letters_that_an_encoding_lacks_end_no_command(encoding):
+    environment = {**os.environ, "PYTHONIOENCODING": encoding}
+    result = subprocess.run(PLAN, capture_output=True, check=False, env=environment)
+    whole = subprocess.run(PLAN, capture_output=True, check=True, env={**os.environ, "PYTHONIOENCODING": "utf-8"})
+    assert (result.returncode, result.stderr) == (0, b"")
+    assert result.stdout.count(b"\n") == whole.stdout.count(b"\n") and b"?" in result.stdout
+
+
+def test_a_full_disk_behind_a_stream_is_one_line():
+    with open("/dev/full", "w") as full:
+        result = subprocess.run(PLAN, stdout=full, stderr=subprocess.PIPE, text=True, check=False)
+    assert result.returncode == 2
+    assert result.stderr.startswith("halfbyte plan: standard output or a file: No space left on device; make room")

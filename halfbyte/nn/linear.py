@@ -339,7 +339,7 @@ def shareable(modules: Sequence[nn.Module]) -> bool:
 def has_hooks(module: nn.Module) -> bool:
     """Whether calling the module does more than its class's forward."""
     hooks = module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks
-    return bool(hooks) or "forward" in vars(module) or nn.modules.module._has_any_global_hook()
+    return bool(hooks) or "forward" in vars(module) or bool(nn.modules.module._has_any_global_hook())
 
 
 def _are_whole_groups(layers: Sequence[LinearLayer]) -> bool:

@@ -215,8 +215,8 @@ class QuantTensor(torch.Tensor):
         qdata, scale = ops.transpose(self.blocks.qdata, self.linear_scale().view(torch.uint8), rows, cols)
         if self.scale_layout == SWIZZLED_32_4_4:
             scale = layout.swizzle(scale)
-        amax = None if self.blocks.amax is None else self.blocks.amax.clone()
-        inner = _typed(Blocks(qdata, scale, amax), self.spec)
+        inner = self.blocks._replace(qdata=qdata, block_scale=scale)
+        inner = _typed(inner if inner.amax is None else inner._replace(amax=inner.amax.clone()), self.spec)
         return self._wrap(inner, self.header._replace(borrowed=True), (cols, rows))
 
     def linear_scale(self) -> Tensor:

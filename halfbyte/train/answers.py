@@ -74,10 +74,12 @@ def _logits(model: nn.Module, tokens: Tensor) -> Tensor:
 
 def prompt_ids(subject: Subject, text: str) -> list[int]:
     """Return the tokens of a text that goes on, without the end of a document; an empty one follows such an end."""
+    return _ids(subject, text) or [subject.end or 0]
+
+
+def _ids(subject: Subject, text: str) -> list[int]:
     ids = list(subject.encode(text))
-    if ids and ids[-1] == subject.end:
-        ids.pop()
-    return ids or [subject.end or 0]
+    return ids[:-1] if ids and ids[-1] == subject.end else ids
 
 
 @torch.no_grad()
@@ -96,8 +98,8 @@ def generate(subject: Subject, prompt: str, *, tokens: int, temperature: float =
     ids, begun = prompt_ids(subject, prompt), len(prompt_ids(subject, prompt))
     for _ in range(tokens):
         logits = _logits(subject.model, torch.tensor([ids], device=device))[0, -1].cpu()
-        if temperature:
-            chances = (logits / temperature).softmax(-1)
+        if temperature > torch.finfo(logits.dtype).tiny:  # below it the likeliest alone has a chance
+            chances = ((logits - logits.max()) / temperature).softmax(-1)
             chosen = int(torch.multinomial(chances, 1, generator=generator))
         else:
             chosen = int(logits.argmax())
@@ -147,9 +149,10 @@ def likelihood(subject: Subject, context: str, continuation: str, sequence: int)
     """Return the mean log probability of the tokens of a continuation, given the end of a context.
 
     Both are tokenized together, so that the border is the text's own; the tokens that differ from the context's are the
-    continuation's.
+    continuation's. Behind an empty context all of them are.
     """
-    before, whole = prompt_ids(subject, context), prompt_ids(subject, context + continuation)
+    before, whole = prompt_ids(subject, context), _ids(subject, context + continuation)
+    whole = whole if _ids(subject, context) else before + whole
     shared = next(
         (i for i, (a, b) in enumerate(zip(before, whole, strict=False)) if a != b), min(len(before), len(whole))
     )

@@ -169,7 +169,7 @@ def _train(
     config = treatment.applied(options.config, options.recipe)  # refused before the text is read
     config = ranks.first(lambda: loop.over(config, ranks))
     run = config.run
-    text = ranks.first_here(lambda: data.load_data(config.data, run.cache), "load_data")
+    text = ranks.first_here(lambda: data.load_data(config.data, run.cache, run.out), "load_data")
     if wait is not None:
         wait()
     result = loop.train(config, options.recipe, text, interrupts=interrupts, ranks=ranks)
@@ -249,6 +249,8 @@ def config_of_options(
     if named:
         raise ValueError(f"options: {named[0]!r} is said for each run; leave it out")
     name, words = _peeked(Train, arguments, "preset"), _with_values(list(arguments))
+    if preset is not None and name is not None:
+        raise ValueError(f"options: --preset {name} is said by the study; leave it out")
     if preset is None:
         preset = configs.two_cores() if name in (None, auto.PRESET) else configs.training_preset(name)
     return _read(Train, words, Train(config=replace(preset, run=replace(preset.run, out=out)))).config

@@ -77,7 +77,7 @@ def compare(
             f"recipe_schedule={config.recipe_schedule!r}: it is for recipes that quantize a GEMM, and "
             f"recipes={','.join(names)!r} has none; name one, or use `halfbyte train`"
         )
-    corpus = ranks.first_here(lambda: data.load_data(config.data, config.run.cache), "load_data")
+    corpus = ranks.first_here(lambda: data.load_data(config.data, config.run.cache, config.run.out), "load_data")
     folders = [config.run.out / name for name in names]
     config, notes = ranks.first(lambda: folder.settled(loop.over(config, ranks), *folders))  # alike, or gaps mislead
     runs = {

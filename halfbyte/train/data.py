@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -31,13 +32,20 @@ class Data:
     summary: dict
 
 
-def load_data(config: DataConfig, cache: Path) -> Data:
+def load_data(config: DataConfig, cache: Path, out: Path | None = None) -> Data:
     """Tokenize the corpus, or map the tokens cached for its hash, and split off the held-out tail.
 
+    Args:
+        config: names the text.
+        cache: folder of tokens and tokenizers.
+        out: folder into which the run writes.
+
     Raises:
-        ValueError: no text, or too little of it for one batch; the message names the corpus.
+        ValueError: no text, or too little of it for one batch, or the run would write into it; the message names the
+            corpus.
         ImportError: a tokenizer or Parquet without its package.
     """
+    _refuse_own_files(config, {"cache": cache} | ({} if out is None else {"out": out}))
     corpus = corpora.load_corpus(config.corpus, config.text_field)
     coder = tokenizer.load_tokenizer(config.tokenizer, corpus, cache)
     tokens, sha256 = _cached_tokens(corpus, coder, cache)
@@ -66,6 +74,21 @@ def load_data(config: DataConfig, cache: Path) -> Data:
         **apart,
     }
     return Data(train=train, held_out=held_out, vocab_size=coder.vocab_size, summary=summary)
+
+
+def _refuse_own_files(config: DataConfig, written: Mapping[str, Path]) -> None:
+    """Raise if the text is a folder into which the run writes: its files would be text when it is gone on with."""
+    for option, name in (("corpus", config.corpus), ("held_out_corpus", config.held_out_corpus)):
+        root = Path(name or "").resolve()
+        if not name or name == corpora.PYTHON or not Path(name).is_dir():
+            continue
+        for kind, folder in written.items():
+            inside = folder.resolve()
+            if inside.is_relative_to(root) and not any(p.startswith(".") for p in inside.relative_to(root).parts):
+                raise ValueError(
+                    f"{option}={name!r}: {kind}={str(folder)!r} lies in it, and what a run writes would be text when "
+                    f"it goes on; give a --{kind} elsewhere, or the text in a folder of its own"
+                )
 
 
 def _cached_tokens(corpus: corpora.Corpus, coder: tokenizer.Tokenizer, cache: Path) -> tuple[np.ndarray, str]:

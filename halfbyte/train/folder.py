@@ -90,8 +90,10 @@ def _refuse_other_tokens(folder: Path, data: Data) -> None:
     if not os.path.lexists(folder / CONFIG):
         return
     facts = recorded_config(folder).get("data")
-    ours, theirs = data.summary.get("tokens_sha256"), facts.get("tokens_sha256") if isinstance(facts, dict) else None
-    if None not in (ours, theirs) and ours != theirs:
+    facts = facts if isinstance(facts, dict) else {}
+    ours, theirs = data.summary.get("tokens_sha256"), facts.get("tokens_sha256")
+    is_same_text = facts.get("sha256", data.summary.get("sha256")) == data.summary.get("sha256")
+    if is_same_text and None not in (ours, theirs) and ours != theirs:
         raise ValueError(
             f"out={str(folder)!r} holds a run on other tokens of this text (tokens_sha256: {theirs!r} there, {ours!r} "
             "here); put the cache of tokenizers back that it used, or choose another --out or --overwrite"

@@ -13,7 +13,7 @@ from typing import Any
 
 from halfbyte.arguments import ArgumentParser
 from halfbyte.stats.figures import NOISE_LIMIT, PRODUCTS, SIDES
-from halfbyte.train import divergence, files, folder, log, sampled
+from halfbyte.train import divergence, files, folder, league, log, sampled
 from halfbyte.train.compare import RESULTS
 from halfbyte.train.drawing import Series, chart, heat_table, scrolled, text_table
 from halfbyte.train.recorded import speed
@@ -106,16 +106,25 @@ def _runs(source: Path) -> dict[str, Path]:
     if (source / folder.CONFIG).exists():
         return {str(folder.recorded_config(source)["identity"].get("recipe", source.name)): source}
     found = {path.name: path for path in sorted(source.iterdir()) if (path / folder.CONFIG).exists()}
+    ordered = _order(source)
+    found |= {name: source / name for name in ordered if (source / name / folder.CONFIG).exists()}  # "A/B" lies deeper
     seeds = sorted({str(path.parent.parent) for path in source.glob(f"seed-*/*/{folder.CONFIG}")})
     if not found and seeds:
         raise ValueError(f"{source}: several seeds, and a page shows one; give one of {', '.join(seeds)}")
     if not found:
         raise ValueError(f"{source}: holds no run; give the folder of `halfbyte train` or `halfbyte compare`")
+    return {name: found[name] for name in ordered if name in found} | found
+
+
+def _order(source: Path) -> list[str]:
+    """Return the recipes of a comparison, or of the comparison of which it is a seed, the baseline first."""
     if (source / RESULTS).exists():
-        results = files.read_json(source / RESULTS).get("results", [])
-        ordered = [str(result.get("recipe")) for result in results]
-        return {name: found[name] for name in ordered if name in found} | found
-    return found
+        rows = files.read_json(source / RESULTS).get("results", [])
+    elif (source.parent / league.VALUES).exists():
+        rows = files.read_json(source.parent / league.VALUES).get("rows", [])
+    else:
+        rows = []
+    return [str(row.get("recipe")) for row in rows]
 
 
 def _loss_charts(source: Path, runs: dict[str, Path]) -> list[str]:

@@ -11,7 +11,7 @@ import math
 import re
 import sys
 import tomllib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -257,7 +257,7 @@ def run_study(
         raise ValueError(f"minutes={minutes}: give 0 or more; 0 begins no run, inf ends none")
     where, config = jobs.workplaces(study.config.device, workers), study.config
     found = [job for piece in pieces for job in study.jobs(piece)]
-    corpus = data.load_data(config.data, config.run.cache)  # here, once; the runs map it
+    corpus = data.load_data(config.data, config.run.cache, config.run.out)  # here, once; the runs map it
     begun_anew = found if config.run.overwrite else []
     _refuse_other_runs(study, corpus, kept, {job.config.run.out for job in begun_anew})
     if kept is not None:
@@ -403,7 +403,7 @@ def study_command(arguments: list[str]) -> int:
     """Run `halfbyte study`; the exit status is 1 if a run failed, 3 if runs are left."""
     parser = ArgumentParser(prog="halfbyte study", description="Run a study, or go on with it, and tabulate.")
     parser.add_argument("file", type=Path, metavar="FILE", help="the study, a TOML file; see docs/studies.md")
-    parser.add_argument("--piece", type=int, default=0, help="which of its pieces, from 1; all by default")
+    parser.add_argument("--piece", type=int, default=None, help="which of its pieces, from 1; all by default")
     parser.add_argument("--row", default="", help="one recipe of it alone")
     parser.add_argument("--workers", type=int, default=0, help="runs at a time; by default one for every GPU")
     parser.add_argument("--minutes", type=float, default=math.inf, help="after which runs stop with a checkpoint")
@@ -421,13 +421,15 @@ def study_command(arguments: list[str]) -> int:
     if more:
         study = replace(study, config=commands.config_of_options(more, study.config.run.out, study.config))
     pieces = _chosen(study, options.piece, options.row)
+    if study.noise_of is not None and not (study.noise_of / league.VALUES).exists():
+        print(f"noise_of={str(study.noise_of)!r}: no league is there, so that no spread is taken from it")
     if options.plan:
         return _print_plan(study, pieces)
     wanted: dict[str, Any] = {"workers": options.workers, "minutes": options.minutes, "kept": options.record}
     return commands.until_stopped(
         "study",
         study.config.run.overwrite,
-        lambda interrupts: run_and_print(study, pieces, **wanted, interrupts=interrupts),
+        lambda interrupts: run_and_print(study, tuple(pieces.values()), **wanted, interrupts=interrupts),
     )
 
 
@@ -453,24 +455,27 @@ def run_and_print(
     return 1 if outcome.failed else 3 if outcome.left else 0
 
 
-def _chosen(study: Study, piece: int, row: str) -> tuple[StudyPiece, ...]:
-    """Return the pieces, or the row, that were asked for.
+def _chosen(study: Study, piece: int | None, row: str) -> dict[int, StudyPiece]:
+    """Return the pieces that were asked for by their numbers, or the row of each that has it.
 
     Raises:
         ValueError: the study has no such one.
     """
-    if not 0 <= piece <= len(study.pieces):
-        raise ValueError(f"--piece {piece}: the study has pieces 1 to {len(study.pieces)}")
-    pieces = study.pieces if not piece else (study.pieces[piece - 1],)
-    if not row:
-        return pieces
-    if row not in study.recipes:
+    pieces = dict(enumerate(study.pieces, 1))
+    if piece is not None and piece not in pieces:
+        raise ValueError(f"--piece {piece}: the study has pieces 1 to {len(pieces)}")
+    if row and row not in study.recipes:
         raise ValueError(f"--row {row!r}: the study has {', '.join(study.recipes)}")
-    return tuple(replace(one, recipes=(row,)) for one in pieces if row in one.recipes)
+    found = pieces if piece is None else {piece: pieces[piece]}
+    if row:
+        found = {number: replace(one, recipes=(row,)) for number, one in found.items() if row in one.recipes}
+    if not found:
+        raise ValueError(f"--row {row!r}: is not in piece {piece}; leave --piece out")
+    return found
 
 
-def _print_plan(study: Study, pieces: Sequence[StudyPiece]) -> int:
-    for number, piece in enumerate(pieces, 1):
+def _print_plan(study: Study, pieces: Mapping[int, StudyPiece]) -> int:
+    for number, piece in pieces.items():
         for job in study.jobs(piece):
             share = four_bit_share(study.config, job.recipe)
             is_there = (job.config.run.out / RESULT).exists()

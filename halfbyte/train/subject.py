@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -125,12 +126,23 @@ def _tokenizer(run: Path, recorded: dict) -> tokenizer.Tokenizer:
     if name == tokenizer.Bytes.key:
         return tokenizer.Bytes()
     key = recorded["data"]["tokenizer"]
-    path = Path(recorded["run"]["cache"]) / f"{recorded['identity']['corpus_sha256'][:16]}-{key}.json"
+    name = f"{recorded['identity']['corpus_sha256'][:16]}-{key}.json"
+    path = Path(recorded["run"]["cache"]) / name
+    if not path.exists() and (base := _folder_of_training(run, Path(recorded["run"].get("out", "")))) is not None:
+        path = base / path
     if not path.exists():
         raise ValueError(
             f"{path}: the tokenizer of {run} is gone; the run's command with --steps unchanged makes it again"
         )
     return tokenizer.BPE(path, key, "")
+
+
+def _folder_of_training(run: Path, out: Path) -> Path | None:
+    """Return the folder in which a run was started whose `out` was relative to it; None where it has moved since."""
+    parts, ending = run.resolve().parts, Path(os.path.normpath(out)).parts
+    if out.is_absolute() or not ending or parts[-len(ending) :] != ending:
+        return None
+    return Path(*parts[: -len(ending)])
 
 
 def _of_transformers(source: Path, device: torch.device) -> Subject:

@@ -47,6 +47,7 @@ def test_the_likeliest_continuation():
     one, two = (generate(counting(), "a", tokens=40, temperature=0.1, seed=seed) for seed in (0, 1))
     assert one == generate(counting(), "a", tokens=40, temperature=0.1, seed=0) and len(one) <= 40
     assert two != []
+    assert bytes(generate(counting(), "abc", tokens=5, temperature=1e-320)) == b"defgh", "as good as 0"
     hot = [generate(counting(), "a", tokens=20, temperature=5.0, seed=seed) for seed in (0, 1)]
     assert hot[0] != hot[1]
 
@@ -65,7 +66,9 @@ def test_log_probabilities_are_those_of_the_continuation_alone():
     assert likelihood(counting(), "ab", "cd", 100) == pytest.approx(hit)
     assert likelihood(counting(), "zz", "cd", 100) == pytest.approx((miss + hit) / 2)
     assert likelihood(counting(), "zzzzzzzzzzzzab", "cd", 3) == pytest.approx(hit)
-    assert likelihood(counting(), "", "ab", 100) == pytest.approx(hit), "a lone first token has nothing before it"
+    assert likelihood(counting(), "", "ab", 100) == pytest.approx((miss + hit) / 2), "a text follows a document's end"
+    assert likelihood(counting(), "", "a", 100) == pytest.approx(miss)
+    assert likelihood(counting(), "", chr(1), 100) == pytest.approx(hit)
 
 
 def test_the_right_one_is_found():

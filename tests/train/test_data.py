@@ -2,11 +2,14 @@
 
 import hashlib
 import json
+from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
 import tokenizers
 import torch
+from conftest import write_corpus
 
 from halfbyte.train import corpus, data, tokenizer
 from halfbyte.train.config import DataConfig
@@ -82,6 +85,28 @@ def test_too_little_text_says_what_to_do(tmp_path):
     (tmp_path / "short.txt").write_text("short")
     with pytest.raises(ValueError, match="do not fill one sequence of 32; give more text"):
         data.load_data(DataConfig(corpus=str(tmp_path / "short.txt"), sequence=32), tmp_path / "cache")
+
+
+@pytest.mark.parametrize("option", ["corpus", "held_out_corpus"])
+def test_a_run_does_not_write_into_its_text(folder, monkeypatch, option):
+    """It could not go on: its log would be text."""
+    inside, others = folder / "corpus", folder / "others"
+    write_corpus(others)
+    config = replace(DataConfig(corpus=str(others), sequence=32), **{option: str(inside)})
+    for cache, out, words in (
+        (folder / "cache", inside / "runs" / "x", r"out='.*' lies in it.*--out elsewhere"),
+        (inside / "cache", folder / "out", r"cache='.*' lies in it.*--cache elsewhere"),
+        (folder / "cache", inside, r"out='.*' lies in it"),
+    ):
+        with pytest.raises(ValueError, match=f"{option}='.*': {words}"):
+            data.load_data(config, cache, out)
+    monkeypatch.chdir(inside)
+    data.load_data(
+        replace(config, **{option: "."}), inside / ".cache", inside / ".runs" / "x"
+    )  # hidden files are no text
+    with pytest.raises(ValueError, match="lies in it"):
+        data.load_data(replace(config, **{option: "."}), folder / "cache", Path("runs/train"))
+    data.load_data(DataConfig(sequence=32), folder / "cache", Path("python") / "out")
 
 
 def test_bpe_restores_the_text_and_trains_alike(folder):

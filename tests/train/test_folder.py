@@ -247,3 +247,6 @@ def test_a_run_on_other_tokens_of_the_text_is_another(stopped):
     other = replace(data, summary=data.summary | {"tokens_sha256": "0" * 64})
     with pytest.raises(ValueError, match="holds a run on other tokens of this text"):
         loop.train(config, "bf16", other)
+    text = replace(other, summary=other.summary | {"sha256": "0" * 64})
+    with pytest.raises(ValueError, match=r"holds another run \(.*corpus_sha256"):
+        loop.train(config, "bf16", text)

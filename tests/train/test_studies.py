@@ -1,13 +1,17 @@
 """halfbyte inspect, sensitivity and report on the folder of one run."""
 
 import csv
+import json
+import shutil
+from pathlib import Path
 
 import pytest
 from conftest import tiny, write_corpus
 
 from halfbyte import cli
-from halfbyte.train import loop
+from halfbyte.train import loop, page
 from halfbyte.train.data import load_data
+from halfbyte.train.subject import load_subject
 
 
 @pytest.fixture
@@ -87,6 +91,36 @@ def test_a_page_shows_one_seed(folder, tmp_path, capsys):
     assert cli.main(["report", str(one.parent)]) == 2
     assert f"both: several seeds, and a page shows one; give one of {one}\n" in capsys.readouterr().err
     assert cli.main(["report", str(one)]) == 0
+
+
+def test_the_baseline_of_a_page_is_that_of_the_comparison(folder, tmp_path, capsys):
+    """Also of one seed of it, and where the name of a recipe has a slash, so that its run lies deeper."""
+    one = tmp_path / "both" / "seed-1"
+    (one / "nvfp4").mkdir(parents=True)
+    shutil.copytree(folder, one / "bf16")
+    shutil.copytree(folder, one / "nvfp4" / "bf16")
+    rows = [{"recipe": "nvfp4/bf16"}, {"recipe": "bf16"}]
+    for path, key in ((one.parent / "league.json", "rows"), (one / "results.json", "results")):
+        path.write_text(json.dumps({key: rows}))
+        assert list(page._runs(one)) == ["nvfp4/bf16", "bf16"]
+        path.unlink()
+    assert list(page._runs(one)) == ["bf16"], "which is all that its name says"
+
+
+def test_a_tokenizer_is_found_from_any_folder(tmp_path, monkeypatch):
+    """A run whose --out and --cache are relative to where it was started."""
+    pytest.importorskip("tokenizers")
+    write_corpus(tmp_path / "corpus")
+    config = tiny(tmp_path, tokenizer="bpe:300", steps=2, out=Path("runs/x"), cache=Path("runs/cache"))
+    monkeypatch.chdir(tmp_path)
+    loop.train(config, "bf16", load_data(config.data, config.run.cache))
+    expected = load_subject(Path("runs/x")).encode("the model reads")
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    assert load_subject(tmp_path / "runs" / "x").encode("the model reads") == expected
+    (tmp_path / "runs" / "x").rename(tmp_path / "moved")
+    with pytest.raises(ValueError, match="the tokenizer of .*moved is gone"):
+        load_subject(tmp_path / "moved")
 
 
 def test_inspect_of_what_measures_no_weight(folder, tmp_path, capsys):

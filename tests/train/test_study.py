@@ -306,8 +306,21 @@ def test_plan_trains_nothing(file, capsys):
     said = capsys.readouterr().out
     assert "bf16, seed 1" in said and "nvfp4" not in said
     assert not Path("runs").exists()
-    assert cli.main(["study", str(file), "--piece", "3"]) == 2
-    assert cli.main(["study", str(file), "--row", "mxfp8"]) == 2
+    assert "\n2  " in "\n" + said and "\n1  " not in "\n" + said, "its number is that of the file"
+    for wrong, words in (
+        (["--piece", "3"], "--piece 3: the study has pieces 1 to 2"),
+        (["--piece", "0"], "--piece 0: the study has pieces 1 to 2"),
+        (["--row", "mxfp8"], "--row 'mxfp8': the study has bf16"),
+        (["--", "--preset", "nope"], "--preset nope is said by the study"),
+    ):
+        assert cli.main(["study", str(file), "--plan", *wrong]) == 2
+        assert words in capsys.readouterr().err
+    file.write_text(file.read_text() + '[[pieces]]\nrecipes = ["mxfp8"]\nseeds = [0]\n')
+    assert cli.main(["study", str(file), "--plan", "--row", "mxfp8", "--piece", "1"]) == 2
+    assert "--row 'mxfp8': is not in piece 1" in capsys.readouterr().err
+    change(file, 'title = "A study"', 'title = "A study"\nnoise_of = "nowhere"')
+    assert cli.main(["study", str(file), "--plan"]) == 0
+    assert "noise_of='nowhere': no league is there" in capsys.readouterr().out
 
 
 def test_more_workers_than_gpus(monkeypatch):
