@@ -17,11 +17,13 @@ from halfbyte.nn.linear import Linear, LinearLayer
 from halfbyte.nn.streams import FollowsRecipe, name_layers
 from halfbyte.nn.transposed import TransposedLinear, is_conv1d
 from halfbyte.policy import Keep, matches, plain_name
-from halfbyte.position import ConvertedAt
+from halfbyte.position import ConvertedAt, warn_user
 from halfbyte.recipes import resolve
 from halfbyte.report import Report, Row
 from halfbyte.spec import Recipe
 from halfbyte.state import RunState
+
+_REGISTRIES = frozenset(vars(nn.Module())) - {"training"}
 
 
 def quantize_(
@@ -77,6 +79,7 @@ def quantize_(
         layer.join(state)
     _share_amaxes(model, plan.rows, groups)
     _leave_fast_paths(model)
+    _name_held(model, {id(plan.layers[row.name]): row.name for row in plan.rows if row.recipe is not None})
     name_layers(model)
     return Report(rows=plan.rows, state=state, others=plan.others, weights=plan.weights)
 
@@ -161,6 +164,26 @@ def _put(model: nn.Module, old: nn.Module, new: LinearLayer, called: str) -> Non
         new.places.append(ConvertedAt(weakref.ref(parent), name, called))
 
 
+def _name_held(model: nn.Module, converted: Mapping[int, str]) -> None:
+    """Warn of layers that the model also holds outside its modules, where they are called as they were."""
+    held = []
+    for name, module in model.named_modules():
+        for attribute, value in vars(module).items():
+            if attribute in _REGISTRIES:
+                continue
+            of_dict = value.values() if isinstance(value, dict) else None
+            for one in of_dict or (value if isinstance(value, (list, tuple)) else (value,)):
+                found = converted.get(id(getattr(one, "__self__", one)))
+                if found is not None and not isinstance(one, LinearLayer):
+                    held.append(f"{found} in {name + '.' if name else ''}{attribute}")
+    if held:
+        some = ", ".join(held[:4]) + (", …" if len(held) > 4 else "")
+        warn_user(
+            f"{some}: held there as it was before, so that what calls it there is in high precision; hold it in a "
+            "torch.nn.ModuleList, or convert before it is put there"
+        )
+
+
 def _leave_fast_paths(model: nn.Module) -> None:
     """Let torch's encoder layers call their linear layers in eval too: their fast path reads only the weights."""
     changed = [
@@ -234,6 +257,7 @@ def set_recipe_(model: nn.Module, recipe: Recipe | str, *, state: RunState | Non
         if state is not None:
             module.join(state.share())
         module.recipe = recipe
+    _leave_fast_paths(model)
 
 
 @contextmanager

@@ -11,7 +11,7 @@ import sys
 import sysconfig
 import warnings
 import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -53,6 +53,15 @@ def warn_user(message: str) -> None:
     registry = frame.f_globals.setdefault("__warningregistry__", {})
     where = frame.f_code.co_filename, frame.f_lineno
     warnings.warn_explicit(message, UserWarning, *where, frame.f_globals.get("__name__"), registry)
+
+
+def warn_of_others(names: Sequence[str]) -> None:
+    """Warn of layers that follow a recipe but no schedule, in a model of which others follow one."""
+    warn_user(
+        f"{len(names)} layers follow a recipe but not this RunState and its schedule ({', '.join(names[:4])}"
+        f"{', …' if len(names) > 4 else ''}): pass state= where they are built; hb.set_recipe_(…, state=state) "
+        "and hb.quantize_(…, state=state) move those that were built without one or copied from this one's"
+    )
 
 
 def _frames() -> Iterator[Any]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import secrets
-import warnings
 from typing import Any
 
 import torch
@@ -20,6 +19,7 @@ from halfbyte.position import (
     OptimizerHook,
     Watch,
     refuse_turns,
+    warn_of_others,
     warn_user,
 )
 from halfbyte.rng import SEED_LIMIT, StreamPhilox, as_signed64, rank_seed
@@ -403,23 +403,14 @@ class RunState:
         """Warn once of layers that follow a recipe and no schedule, in a model of which others follow this one's."""
         if self._has_named_others:
             return
-        found = [
-            name or "the model"
-            for name, layer in layers
-            if layer.recipe.specs and not self._leaves_alone(layer.run_state)
-        ]
+        found = [name or "the model" for name, layer in layers if layer.recipe.specs and self._ought_to_lead(layer)]
         if found:
             self._has_named_others = True
-            warnings.warn(
-                f"{len(found)} layers follow a recipe but not this RunState and its schedule ({', '.join(found[:4])}"
-                f"{', …' if len(found) > 4 else ''}): pass state= where they are built; hb.set_recipe_(…, state=state) "
-                "and hb.quantize_(…, state=state) move those that were built without one or copied from this one's",
-                stacklevel=3,
-            )
+            warn_of_others(found)
 
-    def _leaves_alone(self, other: RunState | None) -> bool:
-        """Whether a layer may follow another RunState on purpose: one with a schedule, and no copy of this one."""
-        return other is not None and other.schedule is not None and not other.is_copy_of(self)
+    def _ought_to_lead(self, layer: Any) -> bool:  # and does not: another with a schedule leads on purpose, but a copy
+        other = layer.run_state
+        return other is None or other.schedule is None or other.is_copy_of(self)
 
     def reserve_streams(self, count: int, *, late: bool = False) -> int:
         """Return the first of `count` stream numbers that nobody else gets.

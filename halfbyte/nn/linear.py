@@ -92,6 +92,9 @@ class Linear(LinearLayer, nn.Linear):
     def from_linear(cls, module: nn.Linear, recipe: Recipe | str, state: RunState | None = None) -> Linear:
         """Return a quantized twin of `module` that shares its Parameters, hooks and mode.
 
+        In torch's TransformerEncoderLayer call `hb.set_recipe_` on the model then: what that runs in eval reads weights
+        and calls no layer.
+
         Args:
             module: a torch.nn.Linear.
             recipe, state: as for the constructor.

@@ -89,14 +89,14 @@ def quantize_row_col(
     rows = _check_input(x)
     check_scale_layout(scale_layout)
     sides = sides_of(x, (row_spec, col_spec), rng, sign_rng, scale_layout)
-    row, col = apart(*ops.quantize_row_col(x.detach().reshape(rows, x.shape[-1]), *sides, backend=backend))
+    row, col = with_amaxes_apart(*ops.quantize_row_col(x.detach().reshape(rows, x.shape[-1]), *sides, backend=backend))
     return (
         None if row is None or row_spec is None else _wrap(row, row_spec, tuple(x.shape), x.dtype, scale_layout),
         None if col is None or col_spec is None else _wrap(col, col_spec, (x.shape[-1], rows), x.dtype, scale_layout),
     )
 
 
-def apart(row: Blocks | None, col: Blocks | None) -> tuple[Blocks | None, Blocks | None]:
+def with_amaxes_apart(row: Blocks | None, col: Blocks | None) -> tuple[Blocks | None, Blocks | None]:
     """Return both orientations with an amax of their own: one can be written to without the other."""
     if row is None or col is None or col.amax is None or col.amax is not row.amax:
         return row, col

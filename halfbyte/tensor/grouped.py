@@ -9,7 +9,7 @@ from halfbyte import ops
 from halfbyte.layout import LINEAR, Blocks
 from halfbyte.rng import AnyPhilox
 from halfbyte.spec import Spec
-from halfbyte.tensor.create import apart, sides_of
+from halfbyte.tensor.create import sides_of, with_amaxes_apart
 from halfbyte.tensor.quant_tensor import QuantTensor
 
 
@@ -42,7 +42,7 @@ def grouped_quantize_row_col(
         TypeError, ValueError: as for `quantize`, or x and offsets do not fit.
     """
     sides = sides_of(x, (row_spec, col_spec), rng, sign_rng, scale_layout)
-    row, col = apart(*ops.grouped_quantize_row_col(x.detach(), offsets, *sides, backend=backend))
+    row, col = with_amaxes_apart(*ops.grouped_quantize_row_col(x.detach(), offsets, *sides, backend=backend))
     return (
         None if row is None or row_spec is None else _wrap(row, row_spec, x, offsets, scale_layout, False),
         None if col is None or col_spec is None else _wrap(col, col_spec, x, offsets, scale_layout, True),
