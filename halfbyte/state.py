@@ -403,14 +403,12 @@ class RunState:
         """Warn once of layers that follow a recipe and no schedule, in a model of which others follow this one's."""
         if self._has_named_others:
             return
-        found = [name or "the model" for name, layer in layers if layer.recipe.specs and self._ought_to_lead(layer)]
-        if found:
+        if found := [name or "the model" for name, layer in layers if layer.recipe.specs and self._should_lead(layer)]:
             self._has_named_others = True
             warn_of_others(found)
 
-    def _ought_to_lead(self, layer: Any) -> bool:  # and does not: another with a schedule leads on purpose, but a copy
-        other = layer.run_state
-        return other is None or other.schedule is None or other.is_copy_of(self)
+    def _should_lead(self, layer: Any) -> bool:  # and does not: another with a schedule leads on purpose, but a copy
+        return (other := layer.run_state) is None or other.schedule is None or other.is_copy_of(self)
 
     def reserve_streams(self, count: int, *, late: bool = False) -> int:
         """Return the first of `count` stream numbers that nobody else gets.
