@@ -16,6 +16,13 @@ class ArgumentParser(argparse.ArgumentParser):
         raise ValueError(f"{message}; {self.prog} --help says what can be given")
 
 
+def given_path(text: str) -> Path:
+    """Return the path of an option; "" would be the working directory, which nobody names so."""
+    if not text:
+        raise argparse.ArgumentTypeError("an empty path; give one, or leave the option out")
+    return Path(text)
+
+
 def end_command() -> None:
     """End the process as ctrl-C ends the command `halfbyte`, if that is what imports the package."""
     name = Path(sys.argv[0]).name if sys.argv else ""

@@ -255,3 +255,9 @@ def test_a_full_disk_behind_a_stream_is_one_line():
         result = subprocess.run(PLAN, stdout=full, stderr=subprocess.PIPE, text=True, check=False)
     assert result.returncode == 2
     assert result.stderr.startswith("halfbyte plan: standard output or a file: No space left on device; make room")
+
+
+@pytest.mark.parametrize("command", [["report", ""], ["report", "run", "--out", ""], ["verify", "--report", ""]])
+def test_no_path_is_empty(command, capsys):
+    assert cli.main(command) == 2
+    assert "an empty path; give one, or leave the option out" in capsys.readouterr().err

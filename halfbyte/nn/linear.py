@@ -432,7 +432,9 @@ def _check_siblings(module: LinearLayer) -> None:
     if apart:
         raise ValueError(
             f"{module.title} shares its weight amax with {', '.join(apart)}, but is on {where}: what offloads or "
-            "places layers (accelerate) has to hold their parent as one, or convert with hb.quantize_(…, share_amax=())"
+            "places layers (accelerate) has to hold their parent as one, or convert with hb.quantize_(…, "
+            "share_amax=()); for a layer that was copied without its siblings, or of which one was replaced, say "
+            "layer.amax_group = ()"
         )
 
 

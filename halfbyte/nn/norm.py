@@ -133,8 +133,10 @@ def make_norm(norm: str | Norm, width: int) -> Norm:
         if norm.width != width:
             raise ValueError(f"norm={norm}: give one of width {width}")
         return norm
+    if isinstance(norm, nn.Module):
+        raise ValueError(f"norm={norm}: give hb.nn.RMSNorm or hb.nn.LayerNorm; from_modules takes torch's and others'")
     if norm not in NORMS:
-        raise ValueError(f"norm={norm!r}: use 'rms', 'layer' or a norm")
+        raise ValueError(f"norm={norm!r}: use 'rms', 'layer' or a norm of hb.nn")
     return NORMS[norm](width)
 
 

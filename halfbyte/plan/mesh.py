@@ -33,7 +33,10 @@ class Mesh:
             if isinstance(value, bool) or not isinstance(value, int) or value < 1:
                 raise ValueError(f"mesh.{field.name}={value!r}: give a whole number, 1 or more")
         if self.dp_shard % self.ep:
-            raise ValueError(f"ep={self.ep} does not divide dp_shard={self.dp_shard}, whose ranks split the experts")
+            raise ValueError(
+                f"ep={self.ep} does not divide dp_shard={self.dp_shard}, whose ranks split the experts; give a "
+                f"multiple, as in ep={self.ep},dp_shard={self.ep}"
+            )
 
     @property
     def gpus(self) -> int:

@@ -306,6 +306,8 @@ class TrainConfig:
     def switch(self) -> Recipe | None:
         """Return the recipe that the run changes to when rounding drowns its gradients, None if it does not."""
         when, _, recipe = self.recipe_schedule.strip().partition(":")
+        if when == AUTO and not recipe:
+            raise ValueError(f"recipe_schedule={AUTO!r}: say to which recipe, as in '{AUTO}:nvfp4_forward'")
         return options.read(recipe) if when == AUTO else None
 
     @property

@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import os
 import sysconfig
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -33,6 +33,7 @@ class Corpus:
         count: documents that are not empty.
         text_field: of the records of JSON and Parquet files, that holds their text.
         skipped: files of the folder that are not UTF-8 text.
+        has_records: whether a file of JSON or Parquet is among them.
     """
 
     name: str
@@ -43,6 +44,7 @@ class Corpus:
     count: int
     text_field: str = TEXT_FIELD
     skipped: tuple[str, ...] = ()
+    has_records: bool = False
 
     def documents(self) -> Iterator[bytes]:
         """Yield the bytes of every document."""
@@ -60,6 +62,19 @@ class Corpus:
         }
 
 
+def load_corpora(names: Sequence[str], text_field: str = TEXT_FIELD) -> list[Corpus]:
+    """Return what `load_corpus` does of each; one with records suffices for a text_field.
+
+    Raises:
+        ValueError: as `load_corpus` does.
+    """
+    found = [_found(name, text_field) for name in names]
+    if text_field != TEXT_FIELD and not any(corpus.has_records for corpus in found):
+        one = " and ".join(f"corpus={name!r}" for name in names)
+        raise ValueError(f"text_field={text_field!r}: {one} has no JSON Lines, JSON or Parquet; leave it out")
+    return found
+
+
 def load_corpus(name: str, text_field: str = TEXT_FIELD) -> Corpus:
     """Find and hash the documents of `python` or of a file or folder.
 
@@ -74,6 +89,10 @@ def load_corpus(name: str, text_field: str = TEXT_FIELD) -> Corpus:
         ValueError: nothing there, unreadable, binary, or no text in it; a broken record; a text_field without records.
             The message names the path.
     """
+    return load_corpora([name], text_field)[0]
+
+
+def _found(name: str, text_field: str) -> Corpus:
     if not name:
         raise ValueError("corpus='': use 'python' or a path to text")
     if name == PYTHON:
@@ -131,10 +150,9 @@ def _scan(name: str, root: Path, paths: list[Path], text_field: str, *, is_folde
     if not size:
         what = f"{len(skipped)} binary files" if skipped else "nothing"
         raise ValueError(f"corpus={name!r}: no text in it ({what}); give UTF-8 text, plain or .gz")
-    if text_field != TEXT_FIELD and not has_records:
-        raise ValueError(f"text_field={text_field!r}: corpus={name!r} has no JSON Lines, JSON or Parquet; leave it out")
     facts = {"names": tuple(kept), "sha256": digest.hexdigest(), "size": size, "count": count}
-    return Corpus(name=name, root=root, text_field=text_field, skipped=tuple(skipped), **facts)
+    more = {"skipped": tuple(skipped), "has_records": has_records}
+    return Corpus(name=name, root=root, text_field=text_field, **facts, **more)
 
 
 def _check_name(path: Path) -> None:

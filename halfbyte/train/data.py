@@ -46,33 +46,35 @@ def load_data(config: DataConfig, cache: Path, out: Path | None = None) -> Data:
         ImportError: a tokenizer or Parquet without its package.
     """
     _refuse_own_files(config, {"cache": cache} | ({} if out is None else {"out": out}))
-    corpus = corpora.load_corpus(config.corpus, config.text_field)
+    names = [config.corpus, *filter(None, [config.held_out_corpus])]
+    corpus, *others = corpora.load_corpora(names, config.text_field)
     coder = tokenizer.load_tokenizer(config.tokenizer, corpus, cache)
     tokens, sha256 = _cached_tokens(corpus, coder, cache)
-    apart = {}
-    if config.held_out_corpus:
-        other = corpora.load_corpus(config.held_out_corpus, config.text_field)
-        train, (held_out, _) = tokens, _cached_tokens(other, coder, cache)
-        apart = {"held_out_corpus": other.name, "held_out_sha256": other.sha256}
+    if others:
+        train, (held_out, _) = tokens, _cached_tokens(others[0], coder, cache)
     else:
         split = len(tokens) - max(1, round(len(tokens) * config.held_out))
         train, held_out = tokens[:split], tokens[split:]
     for part, name in ((train, "training"), (held_out, "held-out")):
         if len(part) <= config.sequence:
-            remedy = "" if apart else f" or a {'smaller' if part is train else 'larger'} --held-out"
+            remedy = "" if others else f" or a {'smaller' if part is train else 'larger'} --held-out"
+            option = "held_out_corpus" if others and part is held_out else "corpus"
             raise ValueError(
-                f"corpus={config.corpus!r}: {len(part)} {name} tokens do not fill one sequence of {config.sequence}; "
-                f"give more text{', ' if remedy else ' or '}a shorter --sequence{remedy}"
+                f"{option}={getattr(config, option)!r}: {len(part)} {name} tokens do not fill one sequence of "
+                f"{config.sequence}; give more text{', ' if remedy else ' or '}a shorter --sequence{remedy}"
             )
-    summary = corpus.summary() | {
-        "tokenizer": coder.key,
-        "tokens_sha256": sha256,
-        "vocab_size": coder.vocab_size,
-        "train_tokens": len(train),
-        "held_out_tokens": len(held_out),
-        "bytes_per_token": corpus.size / len(tokens),
-        **apart,
-    }
+    summary = (
+        corpus.summary()
+        | {
+            "tokenizer": coder.key,
+            "tokens_sha256": sha256,
+            "vocab_size": coder.vocab_size,
+            "train_tokens": len(train),
+            "held_out_tokens": len(held_out),
+            "bytes_per_token": corpus.size / len(tokens),
+        }
+        | ({"held_out_corpus": others[0].name, "held_out_sha256": others[0].sha256} if others else {})
+    )
     return Data(train=train, held_out=held_out, vocab_size=coder.vocab_size, summary=summary)
 
 

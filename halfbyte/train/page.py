@@ -11,7 +11,7 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
-from halfbyte.arguments import ArgumentParser
+from halfbyte.arguments import ArgumentParser, given_path
 from halfbyte.stats.figures import NOISE_LIMIT, PRODUCTS, SIDES
 from halfbyte.train import divergence, files, folder, league, log, sampled
 from halfbyte.train.compare import RESULTS
@@ -60,8 +60,8 @@ def main(arguments: list[str]) -> int:
         "where it ran.",
         allow_abbrev=False,
     )
-    parser.add_argument("run", type=Path, help="the folder of `halfbyte train` or `halfbyte compare`")
-    parser.add_argument("--out", type=Path, help=f"the page; by default {NAME} in that folder")
+    parser.add_argument("run", type=given_path, help="the folder of `halfbyte train` or `halfbyte compare`")
+    parser.add_argument("--out", type=given_path, help=f"the page; by default {NAME} in that folder")
     options = parser.parse_args(arguments)
     target = options.out or options.run / NAME
     files.write_text(target, page(options.run))

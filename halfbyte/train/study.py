@@ -20,7 +20,7 @@ import torch
 from torch import nn
 
 import halfbyte as hb
-from halfbyte.arguments import ArgumentParser
+from halfbyte.arguments import ArgumentParser, given_path
 from halfbyte.nn.linear import LinearLayer
 from halfbyte.nn.streams import FollowsRecipe
 from halfbyte.spec import GemmSpec, Recipe
@@ -402,13 +402,13 @@ def _is_between(line: bytes) -> bool:
 def study_command(arguments: list[str]) -> int:
     """Run `halfbyte study`; the exit status is 1 if a run failed, 3 if runs are left."""
     parser = ArgumentParser(prog="halfbyte study", description="Run a study, or go on with it, and tabulate.")
-    parser.add_argument("file", type=Path, metavar="FILE", help="the study, a TOML file; see docs/studies.md")
+    parser.add_argument("file", type=given_path, metavar="FILE", help="the study, a TOML file; see docs/studies.md")
     parser.add_argument("--piece", type=int, default=None, help="which of its pieces, from 1; all by default")
     parser.add_argument("--row", default="", help="one recipe of it alone")
     parser.add_argument("--workers", type=int, default=0, help="runs at a time; by default one for every GPU")
     parser.add_argument("--minutes", type=float, default=math.inf, help="after which runs stop with a checkpoint")
-    parser.add_argument("--out", type=Path, default=None, help="folder of the runs; runs/NAME by default")
-    parser.add_argument("--record", type=Path, default=None, help="folder that keeps configs, logs and results")
+    parser.add_argument("--out", type=given_path, default=None, help="folder of the runs; runs/NAME by default")
+    parser.add_argument("--record", type=given_path, default=None, help="folder that keeps configs, logs and results")
     parser.add_argument(
         "--plan", action="store_true", help="print the runs and how much of each is in 4 bits; run none"
     )

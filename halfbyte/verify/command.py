@@ -12,11 +12,10 @@ import time
 from collections.abc import Callable
 from datetime import UTC, datetime
 from importlib import metadata
-from pathlib import Path
 
 import torch
 
-from halfbyte.arguments import ArgumentParser
+from halfbyte.arguments import ArgumentParser, given_path
 from halfbyte.kernels.target import find
 from halfbyte.ops.backends import BACKENDS, PORTABLE, REFERENCE, TRITON, backends, choose
 from halfbyte.verify import casts, plan, record, speed, timing
@@ -71,7 +70,9 @@ def _parse(arguments: list[str]) -> argparse.Namespace:
     parser = ArgumentParser(prog="halfbyte verify", description=DESCRIPTION)
     parser.add_argument("--json", action="store_true", help="print the report as JSON")
     parser.add_argument("--row", action="store_true", help="print this machine's row of docs/hardware.md")
-    parser.add_argument("--report", type=Path, metavar="FILE", help="write the report there too, as JSON, to send")
+    parser.add_argument(
+        "--report", type=given_path, metavar="FILE", help="write the report there too, as JSON, to send"
+    )
     parser.add_argument("--device", help="cuda, cuda:1 or cpu; by default the first GPU if there is one")
     parser.add_argument("--backend", choices=BACKENDS, help="by default what runs there")
     parser.add_argument("--force", action="store_true", help="run the kernels on an AMD GPU, whose bytes are not known")

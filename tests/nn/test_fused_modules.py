@@ -272,3 +272,8 @@ def test_hooks_of_all_modules_see_those_that_share_an_input():
         handle.remove()
     assert len(seen) == 1 + len(list(mlp.children())) + 2 and set(seen) == {mlp, *mlp.children(), *layers}
     assert torch.equal(hooked, mlp(torch.ones(3, 64))), "the same bits"
+
+
+def test_a_norm_of_torch_is_refused_with_what_takes_it():
+    with pytest.raises(ValueError, match=r"norm=LayerNorm.*: give hb.nn.RMSNorm or hb.nn.LayerNorm; from_modules"):
+        LayerNormMLP(64, 128, norm=torch.nn.LayerNorm(64))

@@ -66,6 +66,7 @@ def test_a_mesh_is_read_and_written():
         ("tp=2,tp=4", "tp is there twice; give it once"),
         ("dp_shard=0", "mesh.dp_shard=0: give a whole number, 1 or more"),
         ("dp_shard=8,ep=3", "ep=3 does not divide dp_shard=8, whose ranks split the experts"),
+        ("ep=2", "give a multiple, as in ep=2,dp_shard=2"),
     ],
 )
 def test_what_is_no_mesh(text, message):

@@ -87,6 +87,23 @@ def test_too_little_text_says_what_to_do(tmp_path):
         data.load_data(DataConfig(corpus=str(tmp_path / "short.txt"), sequence=32), tmp_path / "cache")
 
 
+def test_one_of_two_texts_may_be_records(folder):
+    """A field of records is said where there are some; the message names both where there are none."""
+    plain, records = str(folder / "corpus"), folder / "stories.jsonl"
+    records.write_text(json.dumps({"story": "one scale for sixteen values " * 100}) + "\n")
+    for text, held_out in ((plain, str(records)), (str(records), plain)):
+        config = DataConfig(corpus=text, held_out_corpus=held_out, text_field="story", sequence=32)
+        found = data.load_data(config, folder / "cache")
+        assert (len(found.train), len(found.held_out)).index(2901) == (text == plain), "29 bytes 100 times, and an end"
+    with pytest.raises(ValueError, match=f"text_field='story': corpus='{plain}' and corpus='{plain}' has no JSON"):
+        data.load_data(replace(config, corpus=plain, held_out_corpus=plain), folder / "cache")
+    (folder / "short.txt").write_text("short")
+    with pytest.raises(ValueError, match=r"held_out_corpus='.*short.txt': 6 held-out tokens do not fill"):
+        data.load_data(
+            DataConfig(corpus=plain, held_out_corpus=str(folder / "short.txt"), sequence=32), folder / "cache"
+        )
+
+
 @pytest.mark.parametrize("option", ["corpus", "held_out_corpus"])
 def test_a_run_does_not_write_into_its_text(folder, monkeypatch, option):
     """It could not go on: its log would be text."""

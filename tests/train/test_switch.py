@@ -154,3 +154,8 @@ def test_weights_that_are_codes_alone_are_not_measured():
     x = torch.randn(16, 64)
     with pytest.raises(ValueError, match=r"0\.weight exists in NVFP4 alone"):
         gradient_noise(model, [lambda: model(x).square().mean()])
+
+
+def test_a_switch_says_to_which_recipe():
+    with pytest.raises(ValueError, match=r"recipe_schedule='auto': say to which recipe, as in 'auto:nvfp4_forward'"):
+        replace(configs.tiny(), recipe_schedule="auto").switch()
