@@ -5,6 +5,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from types import MethodType
 
 from torch import nn
 from torch.nn.parameter import is_lazy
@@ -173,7 +174,7 @@ def _name_held(model: nn.Module, converted: Mapping[int, str]) -> None:
                 continue
             of_dict = value.values() if isinstance(value, dict) else None
             for one in of_dict or (value if isinstance(value, (list, tuple)) else (value,)):
-                found = converted.get(id(getattr(one, "__self__", one)))
+                found = converted.get(id(one.__self__ if isinstance(one, MethodType) else one))
                 if found is not None and not isinstance(one, LinearLayer):
                     held.append(f"{found} in {name + '.' if name else ''}{attribute}")
     if held:
