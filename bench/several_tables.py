@@ -8,13 +8,11 @@ from types import MappingProxyType
 from typing import Any
 
 from bench.markdown import recorded
+from bench.plan_tables import TOKENS
 from bench.records import Record
 
 KINDS = MappingProxyType({"plain": "bf16", "bf16": "bf16", "nvfp4": "nvfp4", "codes": "nvfp4", "shared": None})
 """How weights travel, by what `bench.zero` and `bench.gather` call it; a head that ranks share is not in this table."""
-
-TOKENS = (8, 2048)
-"""Of a rank of `bench.zero`, where a record names none: docs/primary_weights.md."""
 
 
 def _belongs(record: Record) -> bool:

@@ -75,9 +75,8 @@ def main() -> None:
             budget=order["budget"],
         )
         case, shape = cases.get(order["case"]), tuple(order["shape"])
-        lead = torch.empty(
-            order["lead"] << 20, dtype=torch.uint8, device=device
-        )  # what is allocated next lies elsewhere
+        # What the case allocates lies elsewhere then.
+        lead = torch.empty(order["lead"] << 20, dtype=torch.uint8, device=device)
         try:
             if case is None:
                 turns.answer(problem="this tree has no such case")
