@@ -23,7 +23,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from bench import results
+from bench import machine, results
 
 STEPS = {"60m": 60, "125m": 60, "300m": 50, "1b": 40}
 """Optimizer steps of `halfbyte compare`, enough for a pace."""
@@ -83,9 +83,7 @@ class Queue:
 
     def run(self, gpus: Sequence[str], cores: Sequence[int]) -> None:
         """Run what is waiting; the cores are shared out among the GPUs."""
-        share = max(1, len(cores) // len(gpus))
-        places = [(gpu, cores[i * share : (i + 1) * share] or cores) for i, gpu in enumerate(gpus)]
-        workers = [threading.Thread(target=self._work, args=place) for place in places]
+        workers = [threading.Thread(target=self._work, args=place) for place in machine.places(gpus, cores)]
         for worker in workers:
             worker.start()
         for worker in workers:
@@ -153,10 +151,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--seconds", type=float, default=540, help="of all of it")
     parser.add_argument("--commit", help="what to record where the sources lie outside a git checkout")
     options = parser.parse_args(arguments)
-    import torch
-
-    named = [name for name in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if name]
-    gpus = (named or list(map(str, range(torch.cuda.device_count()))))[: torch.cuda.device_count()]
+    gpus = machine.visible_gpus()
     if not gpus:
         print("torch sees no GPU; `halfbyte bench` times what runs on a CPU")
         return 1

@@ -6,8 +6,11 @@
 reference and compiled once; then both are timed in turn, in pairs, the other tree first in every second one. The figure
 is the median of the pairs' ratios, this tree's time over the other's; a case is slower where that is above 1 by more
 than twice the spread of the pairs, their interquartile range. Two processes of one tree can differ by more than their
-pairs do, by where their memory lies: `--processes 3` takes the pairs from three of each, at three places. What there
-was no time for is named, and `--after FILE` leaves out what a file has.
+pairs do, by where their memory lies: `--processes 3` takes the pairs from three of each, at three places, and
+`--again 5` reads what came out slower once more in five of each at the end; that reading is the one that counts. Every
+visible GPU has two processes and the queue's next case, with its share of the cores; on one of several GPUs the clocks
+are those of a machine whose others work too. What there was no time for is named, and `--after FILE` leaves out what a
+file has.
 """
 
 from __future__ import annotations
@@ -18,11 +21,15 @@ import os
 import subprocess
 import sys
 import time
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import ExitStack
 from fnmatch import fnmatchcase
 from pathlib import Path
+from queue import SimpleQueue
 from random import Random
 from statistics import median, quantiles
+from threading import Thread
 from typing import Any, Self
 
 import torch
@@ -49,10 +56,12 @@ class Tree:
         root: of its checkout.
         name: for messages.
         backend, budget: as `Setting` takes them.
+        gpu: the only one that it sees, as CUDA_VISIBLE_DEVICES names it; None: what this process sees.
     """
 
-    def __init__(self, root: Path, name: str, backend: str | None, budget: float) -> None:
+    def __init__(self, root: Path, name: str, backend: str | None, budget: float, gpu: str | None = None) -> None:
         self.root, self.name, self.how = root, name, {"backend": backend, "budget": budget}
+        self.seen = {} if gpu is None else {"CUDA_VISIBLE_DEVICES": gpu}
         self.process = self._start()
 
     def _start(self) -> subprocess.Popen[str]:
@@ -64,7 +73,7 @@ class Tree:
             stdout=subprocess.PIPE,
             text=True,
             cwd=self.root,
-            env={**os.environ, "PYTHONPATH": os.pathsep.join(paths)},
+            env={**os.environ, "PYTHONPATH": os.pathsep.join(paths), **self.seen},
         )
 
     def begin(self, case: str, shape: Shape, lead: int = 0) -> None:
@@ -212,37 +221,98 @@ def wanted(cases: Iterable[Case], done: set[tuple[str, Shape]], small: bool) -> 
                 yield case.name, shape
 
 
+class Lanes:
+    """Two trees' processes on each GPU, which take one case after the other from a queue.
+
+    Args:
+        options: of the command line.
+        places: of each lane.
+        until: no case begins after this, in seconds of time.monotonic.
+    """
+
+    def __init__(self, options: argparse.Namespace, places: Sequence[machine.Place], until: float) -> None:
+        self.options, self.places, self.until = options, places, until
+
+    def timed(self, left: deque[tuple[str, Shape]], processes: int) -> Iterator[dict[str, Any]]:
+        """Take cases from `left` until it is empty or the time is over; yield the record's line of each as it ends."""
+        answers: SimpleQueue[dict[str, Any] | BaseException | None] = SimpleQueue()
+        lanes = [Thread(target=self._lane, args=(place, left, processes, answers)) for place in self.places]
+        for lane in lanes:
+            lane.start()
+        try:
+            while lanes:
+                answer = answers.get()
+                if isinstance(answer, dict):
+                    yield answer
+                elif answer is None:
+                    lanes.pop()
+                else:
+                    raise answer
+        except BaseException:
+            self.until = 0.0  # the other lanes end with their case
+            raise
+
+    def _lane(self, place: machine.Place, left: deque[tuple[str, Shape]], processes: int, answers: Any) -> None:
+        try:
+            os.sched_setaffinity(0, place.cores)  # of this thread, and so of both processes
+            with ExitStack() as stack:
+                how = (self.options.backend, self.options.budget, place.gpu)
+                mine = stack.enter_context(Tree(ROOT, "this tree", *how))
+                other = stack.enter_context(Tree(self.options.other, "the other", *how))
+                while time.monotonic() < self.until:
+                    try:
+                        case, shape = left.popleft()
+                    except IndexError:
+                        break
+                    answers.put(self._line(mine, other, case, shape, processes))
+            answers.put(None)
+        except BaseException as error:
+            answers.put(error)
+
+    def _line(self, mine: Tree, other: Tree, case: str, shape: Shape, processes: int) -> dict[str, Any]:
+        try:
+            return compared(case, shape, pairs_of_processes(mine, other, case, shape, self.options.pairs, processes))
+        except Failed as failed:
+            return {"case": f"turns/{case}", "shape": list(shape), "problem": str(failed)}
+
+
+def readings(lanes: Lanes, left: deque[tuple[str, Shape]], processes: int, again: int) -> Iterator[dict[str, Any]]:
+    """Yield the record's line of every case of `left`, and then of those that were slower, from `again` processes."""
+    slower: list[tuple[str, Shape]] = []
+    for values in lanes.timed(left, processes):
+        if values.get("verdict") == "slower":
+            slower.append((values["case"].removeprefix("turns/"), tuple(values["shape"])))
+        yield values
+    if again and slower and not left:
+        left.extend(slower)
+        yield from lanes.timed(left, again)
+
+
 def main(arguments: Sequence[str]) -> int:
     """Time cases of both trees in turn; the exit status is 1 if one is slower or has no figure, 3 if time ran out."""
     options = _parse(arguments)
     begun = time.monotonic()
     on_gpu = torch.cuda.is_available()
     done = {(old["case"], tuple(old["shape"])) for path in options.after for old in results.read(path)[1]}
-    left = list(wanted(select(all_cases(), options.only), done, not on_gpu))
+    left = deque(wanted(select(all_cases(), options.only), done, not on_gpu))
     facts = machine.facts(torch.device("cuda" if on_gpu else "cpu")) | {"other_commit": machine.commit(options.other)}
     facts |= {"commit": options.commit} if options.commit else {}
     facts |= {"other_commit": options.other_commit} if options.other_commit else {}
     path = results.claim(facts, options.out, "turns")
     print(f"{'case':<32}{'shape':<24}{'other µs':>10} {'µs':>10} {'ratio':>8}  of {facts['other_commit']}", flush=True)
-    lines: list[dict[str, Any]] = []
+    last: dict[tuple[str, Shape], dict[str, Any]] = {}  # of each case, whose second reading takes the first one's place
 
     def timed() -> Iterator[dict[str, Any]]:
-        how = (options.backend, options.budget)
-        with Tree(ROOT, "this tree", *how) as mine, Tree(options.other, "the other", *how) as other:
-            while left and time.monotonic() - begun < options.seconds:
-                case, shape = left.pop(0)
-                try:
-                    found = pairs_of_processes(mine, other, case, shape, options.pairs, options.processes)
-                    values = compared(case, shape, found)
-                except Failed as failed:
-                    values = {"case": f"turns/{case}", "shape": list(shape), "problem": str(failed)}
-                lines.append(values)
-                print(line(values), flush=True)
-                yield values
+        places = machine.places(machine.visible_gpus() or [None], sorted(os.sched_getaffinity(0)))
+        lanes = Lanes(options, places, begun + options.seconds)
+        for values in readings(lanes, left, options.processes, options.again):
+            last[values["case"], tuple(values["shape"])] = values
+            print(line(values), flush=True)
+            yield values
 
     results.write(path, facts, timed())
-    bad = sum(values.get("verdict", "slower") == "slower" for values in lines)
-    print(f"\n{len(lines)} timed, {bad} slower or without a figure, {len(left)} left{': ' if left else ''}", end="")
+    bad = sum(values.get("verdict", "slower") == "slower" for values in last.values())
+    print(f"\n{len(last)} timed, {bad} slower or without a figure, {len(left)} left{': ' if left else ''}", end="")
     print(*(f"{case} {'x'.join(map(str, shape))}" for case, shape in left), sep=", ")
     print(path)
     return 1 if bad else 3 if left else 0
@@ -256,6 +326,9 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--only", nargs="*", default=["*"], metavar="GLOB", help="case names, such as 'quantize/*'")
     parser.add_argument("--pairs", type=_pairs, default=5, help="of every case in each process, at least 3")
     parser.add_argument("--processes", type=int, choices=range(1, 10), default=1, help="of each tree for every case")
+    parser.add_argument(
+        "--again", type=int, choices=range(10), default=0, help="processes from which what is slower is read once more"
+    )
     parser.add_argument("--seconds", type=float, default=float("inf"), help="begin no case after so many")
     parser.add_argument("--budget", type=float, default=0.1, help="seconds of one timing")
     parser.add_argument("--backend", choices=BACKENDS, help="by default what runs on the GPU")

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import platform
 import subprocess
+from collections.abc import Sequence
 from datetime import UTC, datetime
 from importlib import metadata
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 
@@ -41,6 +44,26 @@ def facts(device: torch.device) -> dict[str, str | float]:
             "driver": _run("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader").partition("\n")[0],
         }
     return values
+
+
+class Place(NamedTuple):
+    """A GPU, as CUDA_VISIBLE_DEVICES names it, or None where there is none, and the cores of what runs there."""
+
+    gpu: str | None
+    cores: tuple[int, ...]
+
+
+def visible_gpus() -> list[str]:
+    """Name the GPUs as CUDA_VISIBLE_DEVICES does; none where torch sees none."""
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    named = [name for name in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if name]
+    return (named or [str(index) for index in range(count)])[:count]
+
+
+def places(gpus: Sequence[str | None], cores: Sequence[int]) -> list[Place]:
+    """Return a place for every GPU, with its share of the cores: all of them where there are fewer cores than GPUs."""
+    share = len(cores) // max(1, len(gpus))
+    return [Place(gpu, tuple(cores[i * share : (i + 1) * share] or cores)) for i, gpu in enumerate(gpus)]
 
 
 def commit(root: Path = ROOT) -> str:

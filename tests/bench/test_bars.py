@@ -87,6 +87,7 @@ def test_records_are_in_their_folder_whatever_the_clock_ends(tmp_path, capsys, m
 
     monkeypatch.setattr(bars, "entries", made)
     monkeypatch.setattr("torch.cuda.device_count", lambda: 1)
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
     assert bars.main(["--out", str(kept), "--seconds", "1.5"]) == 1
     said = capsys.readouterr().out
     assert "cut: 1 s on GPU 0, ended by the limit of time" in said

@@ -7,6 +7,7 @@ import json
 import shutil
 import subprocess
 import sys
+import time
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -143,8 +144,8 @@ def test_a_process_that_ends_while_a_case_is_timed_is_replaced(monkeypatch):
     code = "import json, sys; input(); print(json.dumps({'ready': True}), flush=True)"
     start = partial(subprocess.Popen, [sys.executable, "-c", code], stdin=-1, stdout=-1, text=True)
     monkeypatch.setattr(in_turn.Tree, "_start", lambda self: start())
-    time = in_turn.Tree.time
-    monkeypatch.setattr(in_turn.Tree, "time", lambda self: (self.process.wait(), time(self)))
+    asked = in_turn.Tree.time
+    monkeypatch.setattr(in_turn.Tree, "time", lambda self: (self.process.wait(), asked(self)))
     with in_turn.Tree(ROOT, "the other", "reference", 0.01) as other:
         for _ in range(2):
             with pytest.raises(in_turn.Failed, match="the other: its process ended with status 0"):
@@ -206,6 +207,77 @@ def test_cases_that_measure_themselves_run_whole(monkeypatch):
         for case in ("host/linear-nvfp4", "steps/60m", "train/1b", "transpose/packed"):
             tree.begin(case, (1,))
     assert said == [("host/linear-nvfp4", True), ("steps/60m", True), ("train/1b", True), ("transpose/packed", False)]
+
+
+class Timed(Stub):
+    """A tree's process on a GPU; this tree's `a/slow` reads slower until its process is another."""
+
+    lanes: ClassVar[dict[str, list[str]]] = {}
+    better = 1.0
+
+    def __init__(self, root, name, backend, budget, gpu):
+        super().__init__(root, name)
+        self.gpu, self.anew = gpu, False
+
+    def time(self):
+        time.sleep(0.02)
+        Timed.lanes.setdefault(self.gpu, []).append(self.case)
+        if self.case != "a/slow" or self.name != "this tree":
+            return 1.0
+        return Timed.better if self.anew else 1.5
+
+    def renew(self):
+        self.anew = True
+
+
+@pytest.mark.parametrize(("again", "better", "status"), [(0, 1.0, 1), (3, 1.0, 0), (3, 1.5, 1)])
+def test_every_gpu_has_a_lane_and_what_is_slower_is_read_again(again, better, status, monkeypatch, tmp_path, capsys):
+    monkeypatch.setattr(in_turn, "Tree", Timed)
+    monkeypatch.setattr(Timed, "lanes", {})
+    monkeypatch.setattr(Timed, "better", better)
+    monkeypatch.setattr(in_turn.machine, "visible_gpus", lambda: ["3", "5"])
+    names = ["a/slow", "a/b", "a/c", "a/d"]
+    cases = [SimpleNamespace(name=name, small=(1, 2), shapes=()) for name in names]
+    monkeypatch.setattr(in_turn, "all_cases", lambda: cases)
+    monkeypatch.setattr(in_turn, "select", lambda cases, only: cases)
+    assert in_turn.main([str(ROOT), "--out", str(tmp_path), "--pairs", "3", "--again", str(again)]) == status
+    taken = {gpu: set(cases) for gpu, cases in Timed.lanes.items()}
+    assert set(taken) == {"3", "5"}, "each lane sees a GPU of its own"
+    assert sorted(case for case in names if sum(case in lane for lane in taken.values())) == sorted(names)
+    (path,) = tmp_path.glob("turns-*.jsonl")
+    lines = [json.loads(line) for line in path.read_text().splitlines()[1:]]
+    slow = [line for line in lines if line["case"] == "turns/a/slow"]
+    assert len(lines) == len(names) + bool(again) and len(slow) == 1 + bool(again)
+    assert slow[0]["verdict"] == "slower" and slow[0]["ratio"] == 1.5 and slow[-1]["pairs"] == (9 if again else 3)
+    if again:
+        assert slow[-1]["ratio"] == better, "the first of three processes is not all of the reading"
+    assert f"4 timed, {status} slower or without a figure, 0 left" in capsys.readouterr().out
+
+
+def test_a_lane_that_breaks_ends_the_others(monkeypatch, tmp_path):
+    class Broken(Timed):
+        def time(self):
+            if self.gpu == "5" and "3" in Timed.lanes:
+                raise RuntimeError("no such GPU")
+            return super().time()
+
+    monkeypatch.setattr(in_turn, "Tree", Broken)
+    monkeypatch.setattr(Timed, "lanes", {})
+    monkeypatch.setattr(in_turn.machine, "visible_gpus", lambda: ["3", "5"])
+    with pytest.raises(RuntimeError, match="no such GPU"):
+        in_turn.main([str(ROOT), "--only", "amax/*", "quantize/*", "--out", str(tmp_path), "--pairs", "3"])
+    timed = len(Timed.lanes["3"])
+    time.sleep(0.3)
+    assert len(Timed.lanes["3"]) <= timed + 6, "the case that ran and no other"
+
+
+def test_a_tree_sees_one_gpu():
+    with in_turn.Tree(ROOT, "this tree", "reference", 0.01, "7") as tree:
+        tree.begin("no/such", (1,))
+        with pytest.raises(in_turn.Failed, match="no such case"):  # it has begun
+            tree.wait()
+        seen = Path(f"/proc/{tree.process.pid}/environ").read_bytes().split(b"\0")
+    assert b"CUDA_VISIBLE_DEVICES=7" in seen
 
 
 def test_what_time_did_not_suffice_for_is_named(monkeypatch, tmp_path, capsys):
