@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
+from types import SimpleNamespace
+from typing import ClassVar
 
 import pytest
 import torch
 
 from bench import plot, results, run
-from bench.cases import quantize
+from bench.cases import quantize, training
 from bench.registry import Bar, Case, Outcome, Setting, Unequal, all_cases, select
 from bench.results import Result
 from halfbyte import cli, ops
@@ -62,6 +64,45 @@ def test_training_step_runs_under_both_recipes():
     (case,) = select(all_cases(), ["train/300m"])
     result = case.run(SETTING, (2, 16))
     assert result.value > 0 and result.facts["tokens_per_second"] > 0
+    assert "2 steps each, in turn" in result.checked
+
+
+class Steps:
+    """Stands in for a captured step that takes a known time."""
+
+    log: ClassVar[list[str]] = []
+
+    def __init__(self, setting, shape, config, recipe):
+        self.recipe, self.seconds, self.fall, self.peak, self.reserved = recipe, [], 1.0, 0, 60 << 30
+        self.log.append(f"built {recipe}")
+
+    def once(self):
+        self.log.append(self.recipe)
+        self.seconds.append(2.0 if self.recipe == "bf16" else 2.5)
+
+    def release(self):
+        self.log.append(f"released {self.recipe}")
+
+
+@pytest.mark.parametrize("free", [61, 59])
+def test_steps_are_timed_in_turn_where_there_is_room_for_both(free, monkeypatch):
+    """Where there is none the record says so; the pairs begin with one model and with the other."""
+    monkeypatch.setattr(Steps, "log", [])
+    monkeypatch.setattr(training, "_Stepped", Steps)
+    monkeypatch.setattr(training, "_kept", lambda *_: (0.25, []))
+    monkeypatch.setattr(training.models, "model_preset", lambda name: SimpleNamespace(parameters=1))
+    monkeypatch.setattr("torch.cuda.empty_cache", lambda: None)
+    monkeypatch.setattr("torch.cuda.mem_get_info", lambda: (free << 30, 140 << 30))
+    result = training.training(SimpleNamespace(on_gpu=True), (8, 2048), model="1b")
+    log, steps = Steps.log, training.STEPS
+    assert result.value == 1.25 and log.count("bf16") == log.count("nvfp4") == steps
+    assert set(log[-2:]) == {"released bf16", "released nvfp4"}
+    if free > 60:
+        assert log[:6] == ["built bf16", "built nvfp4", "bf16", "nvfp4", "nvfp4", "bf16"]
+        assert result.checked[1] == f"{steps} steps each, in turn"
+    else:
+        assert log[1 : steps + 3] == ["bf16"] * steps + ["released bf16", "built nvfp4"]
+        assert result.checked[1] == "one after the other: 59.0 GiB are free, and bf16 took 60.0"
 
 
 def wrong_at(monkeypatch, row: int, only_rows: int) -> None:
