@@ -116,6 +116,7 @@ def counted(case: str, shape: Shape, gpu: str | None, copy: float) -> list[dict[
     named = {"case": f"counters/{case}", "shape": list(shape)}
     wanted = ",".join([*METRICS.values(), *map(STALL.format, STALLS)])
     command = ["ncu", "--clock-control", "none", "--profile-from-start", "off", "--csv", "--page", "raw"]
+    command += ["--print-units", "base"]
     worker = [sys.executable, "-m", "bench.counters", "--worker", case, *map(str, shape)]
     env = os.environ if gpu is None else {**os.environ, "CUDA_VISIBLE_DEVICES": gpu}
     with tempfile.TemporaryDirectory() as folder:
