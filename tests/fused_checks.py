@@ -11,6 +11,7 @@ from torch import Tensor
 import halfbyte as hb
 from halfbyte import reference
 from halfbyte.arithmetic import Normed
+from halfbyte.kernels import fused
 from halfbyte.kernels.fused import activation, norm
 
 PLACE = hb.Philox(3, 5)
@@ -55,7 +56,7 @@ def check_norm(
     assert total is expected[1] is None
     for actual, value in zip((y, *statistics, *amaxes), (expected[0], *expected[2], *expected[3]), strict=True):
         same(actual, value)
-    gradients = norm.norm_backward(mine[3], Normed(mine[0], mine[1], statistics, centered, centered))
+    gradients = fused.norm_backward(mine[3], Normed(mine[0], mine[1], statistics, centered, centered))
     wanted = reference.norm_backward(dy, Normed(x, weight, expected[2], centered, centered))
     for actual, value in zip(gradients, wanted, strict=True):
         same(actual, value.to(actual.dtype))
@@ -84,7 +85,7 @@ def check_residual(
     )
     dx, *sums = reference.norm_backward(dy, Normed(expected, weight, statistics, centered, centered))
     values = [y, expected, *statistics, *amaxes, dx + dtotal, *sums]
-    for place, module in (("cpu", reference), (device, norm)):
+    for place, module in (("cpu", reference), (device, fused)):
         mine = [None if t is None else t.to(place) for t in (x, residual, weight, bias, dy, dtotal)]
         draw = PLACE.on(torch.device(place))
         y, total, numbers, maxima = module.norm_with_amaxes(mine[0], (mine[2], mine[3]), kind, *wish, draw, mine[1])

@@ -39,6 +39,14 @@ def test_norm_of_a_sum(centered):
     checks.check_residual((64, 768), "cuda", checks.ROTATED, centered, (BF16, FP32, BF16))
 
 
+@pytest.mark.parametrize("centered", [False, True], ids=["rms", "layer"])
+def test_gradients_of_rows_of_every_width(centered):
+    """What the tests above leave out: few tiles of lanes and many, whole and not, streams of fp32."""
+    checks.check_residual((1000, 1536), "cuda", checks.NOTHING, centered, (BF16, BF16, BF16))
+    for cols in (40, 2048, 2880, 4608):
+        checks.check_residual((1000, cols), "cuda", checks.NOTHING, centered, (BF16, FP32, BF16))
+
+
 def test_a_layer_with_a_residual_is_a_sum_and_a_layer():
     torch.manual_seed(0)
     m = LayerNormMLP(512, 768, recipe="nvfp4", state=hb.RunState(1)).to("cuda", BF16)

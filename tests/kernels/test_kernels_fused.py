@@ -4,8 +4,9 @@ import fused_checks as checks
 import pytest
 import torch
 
-from halfbyte.arithmetic import FUNCTIONS
+from halfbyte.arithmetic import FUNCTIONS, Normed
 from halfbyte.kernels.device import running_max as rm
+from halfbyte.kernels.fused import norm_gradient
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 DTYPES = ((BF16, BF16), (FP32, BF16), (FP32, FP32))
@@ -33,6 +34,60 @@ def test_norm_of_whole_tiles(centered):
     checks.check_norm((32, 1024), "cpu", checks.ROTATED, centered, (BF16, BF16))
     checks.check_norm((32, 3072), "cpu", checks.PLAIN, centered, (BF16, BF16))
     checks.check_norm((16, 5120), "cpu", checks.PLAIN, centered, (BF16, FP32))
+
+
+@pytest.mark.parametrize("centered", [False, True], ids=["rms", "layer"])
+def test_gradients_of_rows_that_a_program_holds(centered):
+    """Even widths and odd ones, in whole tiles of lanes or not; groups of rows that are not whole; streams of fp32."""
+    for shape in ((18, 40), (18, 41), (16, 512), (33, 768), (17, 1026)):
+        for dtypes in ((BF16, BF16, BF16), (BF16, FP32, BF16), (FP16, FP16, FP16)):
+            checks.check_residual(shape, "cpu", checks.NOTHING, centered, dtypes, bad=shape[0] == 18)
+    checks.check_norm((17, 1025), "cpu", checks.NOTHING, centered, (FP32, BF16))
+    checks.check_norm((16, 1536), "cpu", checks.NOTHING, centered, (BF16, FP32))
+
+
+@pytest.mark.parametrize("centered", [False, True], ids=["rms", "layer"])
+def test_gradients_of_other_rows(centered):
+    """Wider than a program holds: whole groups of whole tiles and not."""
+    for shape in ((16, 4608), (16, 4612), (5, 4612), (3, 4099)):
+        checks.check_residual(shape, "cpu", checks.NOTHING, centered, (BF16, BF16, BF16), bad=shape[0] == 5)
+    checks.check_norm((18, 4612), "cpu", checks.NOTHING, centered, (FP32, BF16))
+
+
+def launched_for(monkeypatch, cols: int, dtype=BF16, misplaced: str = "") -> tuple[str, bool | None]:
+    """Return which kernel takes the gradient of a norm of 16 rows, and if in words; one tensor begins within a word."""
+    seen = []
+
+    class Kernel:
+        def __init__(self, name):
+            self.name = name
+
+        def __getitem__(self, grid):
+            return lambda *arguments, **options: seen.append((self.name, options.get("PAIRED")))
+
+    def tensor(name):
+        room = torch.randn(16 * cols + 1).to(dtype)
+        return (room[1:] if name == misplaced else room[:-1]).view(16, cols)
+
+    for name in ("norm_backward_kernel", "norm_backward_held_kernel", "group_sum_kernel"):
+        monkeypatch.setattr(norm_gradient, name, Kernel(name))
+    statistics = torch.empty(0), torch.ones(16)
+    normed = Normed(tensor("x"), torch.ones(cols, dtype=dtype), statistics, False, False)
+    norm_gradient.norm_backward(tensor("dy"), normed, tensor("dtotal"))
+    assert len(seen) == 2 and seen[1][0] == "group_sum_kernel"
+    return seen[0]
+
+
+def test_rows_are_held_where_they_fit_and_in_words_where_they_are_words(monkeypatch):
+    for cols in (2, 512, 4096):
+        assert launched_for(monkeypatch, cols) == ("norm_backward_held_kernel", True), cols
+        assert launched_for(monkeypatch, cols, FP32) == ("norm_backward_held_kernel", False), cols
+    for cols in (1, 513, 4095):
+        assert launched_for(monkeypatch, cols) == ("norm_backward_held_kernel", False), cols
+    for cols in (4097, 8192):
+        assert launched_for(monkeypatch, cols) == ("norm_backward_kernel", None), cols
+    for name in ("x", "dy", "dtotal"):
+        assert launched_for(monkeypatch, 512, misplaced=name) == ("norm_backward_held_kernel", False), name
 
 
 @pytest.mark.parametrize("wish", checks.WISHES)

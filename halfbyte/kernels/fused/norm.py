@@ -1,4 +1,4 @@
-"""RMSNorm and LayerNorm with the amaxes of their output, and their backward: the roundings of halfbyte/arithmetic.py.
+"""RMSNorm and LayerNorm with the amaxes of their output: the roundings of halfbyte/arithmetic.py.
 
 A program owns whole rows, as many as the column rotation is wide. It reads them for the mean, for the variance and for
 y; all but the first read come from the cache. Where a residual is added to x first, the first read adds and writes the
@@ -14,10 +14,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from halfbyte.arithmetic import GROUP_LANES as GROUP_LANES_
 from halfbyte.arithmetic import LANES as LANES_
 from halfbyte.arithmetic import ROW_GROUP as ROW_GROUP_
-from halfbyte.arithmetic import Normed
 from halfbyte.formats import f32
 from halfbyte.kernels.device import casts as pm
 from halfbyte.kernels.device import decode as dc
@@ -25,21 +23,17 @@ from halfbyte.kernels.device import overlap
 from halfbyte.kernels.device import rows as pr
 from halfbyte.kernels.device import running_max as rm
 from halfbyte.kernels.device.loads import masked_load, masked_store
-from halfbyte.kernels.device.running_max import LANES, ROW_GROUP, Wanted
+from halfbyte.kernels.device.running_max import LANES, Wanted
 from halfbyte.kernels.launch import jit
 from halfbyte.layout import ceil_div
 from halfbyte.rng import Draw
 from halfbyte.spec import NVFP4, Hadamard
 
-GROUP_LANES = tl.constexpr(GROUP_LANES_)
 NARROW = 2 * LANES_  # columns up to which small programs are faster: more of them fit a multiprocessor at once
 TILE, NUM_WARPS = 1024, 8  # columns of all rows of a program, and its warps, where nothing is centered
 CENTERED_TILES = ((4096, 512, 8), (None, 1024, 16))  # (up to how many columns, columns of a tile, warps)
 WIDE_WARPS = 8  # of a rotation wider than 16, whose rows need more registers a thread
 AHEAD = 4  # tiles of a row's lanes that are loaded before the first is used; half where a pass needs more registers
-SUM_COLUMNS = 512 if dc.INTERPRETED else 8  # of a program that adds up the groups' partial sums: a sector
-SUM_AHEAD = 8
-SUM_WARPS = 4
 
 
 class Added(NamedTuple):
@@ -201,114 +195,6 @@ def norm_kernel(
         rm.publish_wanted(m_plain, m_rotated, amaxes, space_ptr, tl.num_programs(0), WANTED)
 
 
-@triton.jit
-def store_row_means(
-    dy_ptr, x_ptr, weight_ptr, mean_ptr, rstd_ptr, means_ptr, row0, rows, cols,
-    CENTERED: tl.constexpr, AHEAD: tl.constexpr, FULL: tl.constexpr,
-):  # fmt: skip
-    """Write the means of g * normal and, if CENTERED, of g, over ROW_GROUP rows: means_ptr fp32 [2, rows]."""
-    row = row0 + tl.arange(0, ROW_GROUP)
-    in_rows = row < rows
-    count = tl.zeros((ROW_GROUP,), tl.float32) + cols
-    rstd = tl.load(rstd_ptr + row, mask=in_rows, other=0.0)
-    if CENTERED:
-        mean = tl.load(mean_ptr + row, mask=in_rows, other=0.0)
-    along = tl.zeros((ROW_GROUP, LANES), tl.float32)
-    total = tl.zeros((ROW_GROUP, LANES), tl.float32)
-    for c in range(0, cols, LANES * AHEAD):
-        xs = row_tiles(x_ptr, row0, rows, c, cols, ROW_GROUP, AHEAD, FULL)
-        dys = row_tiles(dy_ptr, row0, rows, c, cols, ROW_GROUP, AHEAD, FULL)
-        for j in tl.static_range(AHEAD):
-            col = tl.arange(0, LANES) + (c + j * LANES)
-            weight = pm.to_fp32(tl.load(weight_ptr + col, mask=col < cols, other=0.0))[None, :]
-            normal = pm.to_fp32(xs[j])
-            if CENTERED:
-                normal = normal - mean[:, None]
-            g = pm.to_fp32(dys[j]) * weight
-            along += g * (normal * rstd[:, None])
-            if CENTERED:
-                total += g
-    tl.store(means_ptr + row, tl.div_rn(meet_lanes(along), count), mask=in_rows)
-    if CENTERED:
-        tl.store(means_ptr + rows + row, tl.div_rn(meet_lanes(total), count), mask=in_rows)
-
-
-@jit
-def norm_backward_kernel(
-    dy_ptr, dtotal_ptr, x_ptr, weight_ptr, mean_ptr, rstd_ptr, dx_ptr, means_ptr, partial_ptr,
-    rows, cols, CENTERED: tl.constexpr, BIAS: tl.constexpr, C: tl.constexpr, AHEAD: tl.constexpr,
-    FULL: tl.constexpr, OVERLAP: tl.constexpr,
-):  # fmt: skip
-    """dx of ROW_GROUP rows, their part of the gradients of weight and bias; means_ptr: fp32 [2, rows] to work in.
-
-    dtotal_ptr: another gradient of x, added to dx once that is rounded, or None.
-    FULL: whole groups of rows, of a tile of C columns at least; the last tile may do columns again.
-    """
-    overlap.begin(OVERLAP)
-    row0 = tl.program_id(0) * ROW_GROUP
-    first = row0.to(tl.int64) * cols
-    store_row_means(dy_ptr, x_ptr, weight_ptr, mean_ptr, rstd_ptr, means_ptr, row0, rows, cols, CENTERED, AHEAD, FULL)
-    tl.debug_barrier()
-    group = tl.program_id(0).to(tl.int64)
-    for i_tile in range(tl.cdiv(cols, C)):  # backwards, as above
-        col = rm.tile_at((tl.cdiv(cols, C) - 1 - i_tile) * C, cols, C, FULL)
-        in_col = col < cols
-        weight = pm.to_fp32(masked_load(weight_ptr + col, in_col, FULL))
-        xs = rm.load_group(x_ptr + first, row0, rows, col, cols, cols, ROW_GROUP, FULL)
-        dys = rm.load_group(dy_ptr + first, row0, rows, col, cols, cols, ROW_GROUP, FULL)
-        if dtotal_ptr is not None:
-            dtotals = rm.load_group(dtotal_ptr + first, row0, rows, col, cols, cols, ROW_GROUP, FULL)
-        dweight = tl.zeros((C,), tl.float32)
-        dbias = tl.zeros((C,), tl.float32)
-        for i in tl.static_range(ROW_GROUP):
-            # The row's numbers are read when they are needed: registers for all rows would halve the warps.
-            row = row0 + i
-            in_row = row < rows
-            scale = masked_load(rstd_ptr + row, in_row, FULL)
-            normal = pm.to_fp32(xs[i])
-            dy = pm.to_fp32(dys[i])
-            g = dy * weight
-            if CENTERED:
-                normal = normal - masked_load(mean_ptr + row, in_row, FULL)
-                g = g - masked_load(means_ptr + rows + row, in_row, FULL)
-            normal = normal * scale
-            dx = (g - normal * masked_load(means_ptr + row, in_row, FULL)) * scale
-            dx = dc.cast(dx, dx_ptr.dtype.element_ty)
-            if dtotal_ptr is not None:
-                dx = dc.cast(pm.to_fp32(dx) + pm.to_fp32(dtotals[i]), dx_ptr.dtype.element_ty)
-            masked_store(dx_ptr + first + (i * cols + col), dx, in_col & in_row, FULL)
-            dweight += dy * normal
-            if BIAS:
-                dbias += dy
-        masked_store(partial_ptr + group * cols + col, dweight, in_col, FULL)
-        if BIAS:
-            groups = tl.num_programs(0)
-            masked_store(partial_ptr + (groups + group) * cols + col, dbias, in_col, FULL)
-
-
-@jit
-def group_sum_kernel(
-    partial_ptr, out_ptr, groups, cols, C: tl.constexpr, AHEAD: tl.constexpr, OVERLAP: tl.constexpr
-):  # fmt: skip
-    """out [2 or 1, cols] = sum of partial [2 or 1, groups, cols] over groups: GROUP_LANES lanes, then neighbours."""
-    overlap.begin(OVERLAP)
-    which = tl.program_id(1).to(tl.int64)
-    col = tl.program_id(0) * C + tl.arange(0, C)
-    lane = tl.arange(0, GROUP_LANES)
-    total = tl.zeros((GROUP_LANES, C), tl.float32)
-    for b in range(0, groups, GROUP_LANES * AHEAD):
-        parts = ()
-        for j in tl.static_range(AHEAD):
-            group = b + j * GROUP_LANES + lane
-            pointers = partial_ptr + (which * groups + group)[:, None] * cols + col[None, :]
-            parts = parts + (tl.load(pointers, mask=(group < groups)[:, None] & (col < cols)[None, :], other=0.0),)
-        for j in tl.static_range(AHEAD):
-            total += parts[j]
-    for stage in tl.static_range(5):
-        total = tl.sum(tl.reshape(total, (GROUP_LANES >> (stage + 1), 2, C)), axis=1)
-    tl.store(out_ptr + which * cols + col, tl.reshape(total, (C,)), mask=col < cols)
-
-
 def norm_with_amaxes(
     x: Tensor,
     parameters: tuple[Tensor, Tensor | None],
@@ -340,6 +226,9 @@ def norm_with_amaxes(
     if not x.numel():
         return y, total, (mean.zero_(), rstd.zero_()), (amaxes[0].zero_(), amaxes[1].zero_())
     tile, num_warps, part = norm_tile(wanted, cols, centered)
+    ahead = lanes_ahead(cols, centered or added is not None)
+    if cols > NARROW and (x if total is None else total).dtype == torch.float32:
+        part //= 2  # registers for all rows would leave half the warps
     norm_kernel[(ceil_div(rows, wanted.group),)](
         x,
         added,
@@ -357,7 +246,7 @@ def norm_with_amaxes(
         CENTERED=centered,
         WANTED=wanted,
         C=tile,
-        PASS=Pass(part, lanes_ahead(cols, centered or added is not None)),
+        PASS=Pass(part, ahead),
         FULL=rows % wanted.group == 0 and cols >= tile,
         **overlap.launch_options(x.device),
         num_warps=num_warps,
@@ -387,61 +276,6 @@ def norm_tile(wanted: Wanted, cols: int, centered: bool) -> tuple[int, int, int]
 def lanes_ahead(cols: int, halved: bool) -> int:
     """Return how many tiles of a row's lanes a forward loads before the first is used: no more than are whole."""
     return max(1, min(AHEAD // 2 if halved else AHEAD, cols // LANES_))
-
-
-def backward_tile(cols: int) -> tuple[int, int, int]:
-    """Return the columns of a tile of a backward program, its warps, and how many tiles of lanes are loaded ahead."""
-    return (LANES_, 4, 1) if cols <= LANES_ else (2 * LANES_, 8, AHEAD // 2)
-
-
-def norm_backward(dy: Tensor, normed: Normed, dtotal: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
-    """Do what `halfbyte.reference.norm_backward` does, in two launches."""
-    _, _, statistics, centered, has_bias = normed
-    dy, x, weight = dy.contiguous(), normed.x.contiguous(), normed.weight.contiguous()
-    dtotal = None if dtotal is None else dtotal.contiguous()
-    (rows, cols), (mean, rstd) = x.shape, statistics
-    dx = torch.empty(rows, cols, dtype=x.dtype, device=x.device)
-    sums = torch.empty(1 + has_bias, cols, dtype=torch.float32, device=x.device)
-    none = sums.new_empty(0)
-    if not x.numel():
-        return dx, sums[0].zero_(), sums[1].zero_() if has_bias else none
-    groups = ceil_div(rows, ROW_GROUP_)
-    partial = sums.new_empty(1 + has_bias, groups, cols)
-    options = overlap.launch_options(x.device)
-    tile, num_warps, ahead = backward_tile(cols)
-    norm_backward_kernel[(groups,)](
-        dy,
-        dtotal,
-        x,
-        weight,
-        mean,
-        rstd,
-        dx,
-        sums.new_empty(2, rows),
-        partial,
-        rows,
-        cols,
-        CENTERED=centered,
-        BIAS=has_bias,
-        C=tile,
-        AHEAD=ahead,
-        FULL=rows % ROW_GROUP_ == 0 and cols >= tile,
-        **options,
-        num_warps=num_warps,
-        enable_fp_fusion=False,
-    )
-    group_sum_kernel[(ceil_div(cols, SUM_COLUMNS), 1 + has_bias)](
-        partial,
-        sums,
-        groups,
-        cols,
-        C=SUM_COLUMNS,
-        AHEAD=SUM_AHEAD,
-        **options,
-        num_warps=SUM_WARPS,
-        enable_fp_fusion=False,
-    )
-    return dx, sums[0], sums[1] if has_bias else none
 
 
 ROTATED = rm.wanted_of("tensor", NVFP4(rotation=Hadamard()))
