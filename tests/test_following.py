@@ -306,6 +306,20 @@ def test_loops_that_advance_hear_nothing(after):
             block(data(0))
 
 
+def test_a_state_that_is_loaded_behind_a_followed_step_moves_with_the_next_advance():
+    """The step had moved the position already, but not that of the checkpoint."""
+    model, state = build()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    state.follow(optimizer)
+    saved = state.state_dict()
+    model(data(0)).sum().backward()
+    optimizer.step()
+    assert (saved["position"], state.position) == (0, 1)
+    state.load_state_dict(saved)
+    state.advance()
+    assert state.position == 1
+
+
 def test_layers_built_one_by_one_have_one_warning():
     model = nn.Sequential(*(hb.nn.Linear(32, 32, recipe="nvfp4") for _ in range(3)))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)

@@ -1,6 +1,7 @@
 """RunState.interleave: micro-batches whose forwards and backwards take turns draw what they do one after the other."""
 
 import copy
+import warnings
 
 import pytest
 import torch
@@ -9,6 +10,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import halfbyte as hb
+from halfbyte.nn.streams import STALE_FORWARDS
 
 COUNT = 4
 ORDERS = {
@@ -191,3 +193,24 @@ def test_an_index_is_an_int(index):
     _, state = build()
     with pytest.raises(TypeError, match=f"index={index}: give an int"):
         state.interleave(2).turn(index)
+
+
+def test_more_micro_batches_than_forwards_at_one_position_hear_of_no_forgotten_advance():
+    layer = hb.nn.Linear(32, 32, recipe="nvfp4", state=hb.RunState(0))
+    turns = layer.run_state.interleave(STALE_FORWARDS + 1)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for index in range(STALE_FORWARDS + 1):
+            turns.turn(index)
+            layer(data(0))
+
+
+def test_micro_batches_that_end_before_their_first_turn_let_amaxes_be_noted_again():
+    """As where a pipeline fails before it begins, and the step is tried once more."""
+    torch.manual_seed(0)
+    model = Net()
+    state = hb.quantize_(model, hb.recipes.delayed_amax(), keep=ALL, state=hb.RunState(1)).state
+    state.begin_step(model)
+    state.interleave(2).end()
+    model(data(0)).square().mean().backward()
+    assert all(min(row["seen"][:2]) > 0 for row in state.state_dict()["amaxes"].values())

@@ -120,6 +120,7 @@ ADAM = [
     (("param_groups", 1, "lr"), -1.0, r"param_groups\[1\]: the option 'lr' is -1.0"),
     (("param_groups", 0, "betas"), (0.9,), "'betas' is a tuple, expected is 2 finite numbers"),
     (("param_groups", 0, "betas"), (0.9, 1.5), "'betas' is .*1.5"),
+    (("param_groups", 0, "betas"), (0.9, 1.0), "'betas' is .*1.0.*, expected is what AdamW takes"),
     (("param_groups", 0, "fused"), "yes", "'fused' is 'yes', expected is True, False or None"),
     (("param_groups", 0, "capturable"), True, "'capturable' is True, which parameters on the CPU cannot use"),
     (("param_groups", 0, "momentum"), 0.9, "AdamW has no option 'momentum'"),

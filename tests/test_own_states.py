@@ -171,3 +171,20 @@ def test_the_warning_of_a_forgotten_advance_says_whose():
 def test_wrong_sizes_are_named(make, error, words):
     with pytest.raises(error, match=words):
         make()
+
+
+@pytest.mark.parametrize("is_first", [True, False])
+def test_a_conversion_prefers_the_state_that_somebody_chose(is_first):
+    """To that which a layer made for itself, wherever it lies in the model."""
+    chosen = hb.RunState(7)
+    own, given = hb.nn.Linear(32, 32, recipe="nvfp4"), hb.nn.Linear(32, 32, recipe="nvfp4", state=chosen)
+    layers = (given, own) if is_first else (own, given)
+    report = hb.quantize_(nn.Sequential(*layers, nn.Linear(32, 32)), "nvfp4", keep=hb.Keep(names=(), last_fraction=0))
+    assert report.state is own.run_state is given.run_state is chosen
+
+
+def test_a_state_that_is_named_was_chosen_whoever_made_it():
+    layer = hb.nn.Linear(32, 32, recipe="nvfp4")
+    assert layer.run_state.is_private
+    hb.set_recipe_(nn.Sequential(layer), "nvfp4", state=layer.run_state)
+    assert not layer.run_state.is_private

@@ -276,3 +276,10 @@ def test_keep_and_state_of_other_kinds_are_refused_before_anything_changes():
     with pytest.raises(TypeError, match=r"names=\('\*', None\): give a tuple of globs"):
         hb.Keep(names=("*", None))
     assert type(model[0]) is nn.Linear
+
+
+def test_a_share_that_is_whole_blocks_is_not_rounded_up_by_what_floats_add():
+    """0.07 * 100 is 7.000000000000001."""
+    assert [hb.Keep(last_fraction=share).last_blocks(100) for share in (0.07, 0.14, 0.28, 0.55, 0.56)] == [
+        *(7, 14, 28, 55, 56)
+    ]

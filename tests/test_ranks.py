@@ -69,6 +69,11 @@ class TestKeys:
             drawn = state.philox(3).on(CPU).group(group)
             assert int(drawn.base[0]) % 2**64 == (key(seed, rank) + group * GROUP_STEP) % 2**64
 
+    def test_places_further_on_keep_the_signs_of_all_ranks(self):
+        one, other = (hb.RunState(7, rank=rank).philox(3).at(5) for rank in (0, 2))
+        assert signs_at(one) == signs_at(other) == signs_at(hb.Philox(7, 8))
+        assert bytes_at(other) == bytes_at(hb.Philox(key(7, 2), 8)) != bytes_at(one)
+
     def test_a_seed_is_no_rank(self):
         drawn = [bytes_at(hb.RunState(seed, rank=rank).philox(0)) for seed in range(4) for rank in range(4)]
         assert not any(a == b for a, b in itertools.combinations(drawn, 2))

@@ -274,3 +274,12 @@ def test_a_model_that_does_not_know_the_run_state_is_refused():
         state.begin_step(model)
     assert state.step == 0
     hb.RunState(0).begin_step(model)  # nothing to follow
+
+
+def test_experts_that_were_kept_follow_no_schedule():
+    state = hb.RunState(0, hb.Schedule([(1, "mxfp8")]))
+    experts = hb.nn.GroupedLinear(2, 32, 16, recipe="bf16", state=state)
+    model = torch.nn.ModuleDict({"experts": experts, "up": torch.nn.Linear(32, 16)})
+    hb.quantize_(model, "nvfp4", rules={"experts": None}, state=state)
+    assert [state.begin_step(model) for _ in range(2)] == [None, recipes.mxfp8()]
+    assert (experts.recipe, model["up"].recipe) == (recipes.bf16(), recipes.mxfp8())

@@ -200,6 +200,14 @@ def test_a_foreign_state_is_refused_and_nothing_changes(bad):
     assert state.state_dict() == before
 
 
+def test_a_state_whose_amaxes_are_damaged_leaves_the_schedule_alone():
+    state = hb.RunState(5)
+    schedule = hb.Schedule([(3, "bf16")]).state_dict()
+    with pytest.raises(ValueError, match=r"state\['amaxes'\]\['0'\]=3: not"):
+        state.load_state_dict(state.state_dict() | {"schedule": schedule, "step": 2, "amaxes": {"0": 3}})
+    assert state.schedule is None and state.step == 0
+
+
 def test_a_state_of_a_model_with_other_layers_is_refused():
     _, state = model_and_state(0, blocks=2)
     _, larger = model_and_state(0, blocks=3)

@@ -287,3 +287,11 @@ def test_experts_and_functions_refuse_them_too():
         hb.linear(
             torch.ones(4, 16), Int8(torch.ones(16, 16, dtype=torch.int8), torch.tensor(0.5)), None, hb.recipes.mxfp8()
         )
+
+
+def test_a_run_state_waits_no_longer_for_amaxes_of_layers_that_went_back():
+    model = decoder(1)
+    state = hb.quantize_(model, hb.recipes.delayed_amax(), keep=NOTHING_KEPT).state
+    hb.unquantize_(model)
+    state.advance()
+    assert state.position == 1

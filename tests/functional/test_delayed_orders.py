@@ -10,6 +10,9 @@ from torch._dynamo.utils import counters
 
 import halfbyte as hb
 from halfbyte import recipes
+from halfbyte.amaxes import DelayedAmaxes
+from halfbyte.delayed import Delayed
+from halfbyte.formats import FLT_MAX
 
 NONE_KEPT = hb.Keep(names=(), last_fraction=0)
 STEPS = 12
@@ -109,3 +112,32 @@ def test_transforms_are_refused_by_name_and_note_nothing():
     with pytest.raises(RuntimeError, match="halfbyte|hb\\."):
         torch.func.grad(lambda x: model(x).sum())(torch.ones(4, 32))
     assert not any(map(float, model[0].amaxes.seen))
+
+
+def test_every_layer_has_a_margin_of_its_own_and_none_leads_to_infinity():
+    amaxes, cpu = DelayedAmaxes(), torch.device("cpu")
+    layers = [amaxes.of(64 * i, Delayed(margin=margin), cpu) for i, margin in enumerate((1.0, 2.0, 1.5))]
+    for step, (seen, held) in enumerate(((3.0, (3.0, 6.0, 4.5)), (FLT_MAX / 1.75, (FLT_MAX / 1.75, FLT_MAX, None)))):
+        amaxes.begin(2 * step)
+        for layer in layers:
+            for operand in layer.seen:
+                operand.fill_(seen)
+        amaxes.begin(2 * step + 1)
+        for layer, wanted in zip(layers, held, strict=True):
+            expected = torch.tensor(FLT_MAX / 1.75 * 1.5 if wanted is None else wanted)
+            assert all(torch.allclose(one, expected, rtol=1e-6) for one in layer.held), (step, layer.how)
+
+
+def test_a_state_that_is_loaded_within_a_step_that_does_not_measure_does_not_let_it():
+    """As where the noise of a gradient is measured, which loads the present state before and after."""
+    found = []
+    for is_loaded in (False, True):
+        model, state = built(recipe=recipes.delayed_amax(every=2))
+        for step in range(4):
+            state.begin_step(model)
+            if is_loaded and step == 1:
+                state.load_state_dict(state.state_dict())
+            model(torch.full((16, 32), 1.0 + step)).square().mean().backward()
+            state.advance()
+        found.append(state.state_dict()["amaxes"])
+    assert found[0] == found[1] and all(row["held"][0] > 0 for row in found[0].values())

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -52,6 +53,16 @@ def test_the_likeliest_continuation():
     assert hot[0] != hot[1]
 
 
+def test_temperature_divides_logits():
+    """At 0.1 the next byte has a chance of e^10 in e^10 + 255, 98.9 %; at 1 it has 1.1 %."""
+    for temperature, expected in ((0.1, 0.989), (1.0, 0.011)):
+        hits, drawn = 0, 0
+        for seed in range(20):
+            ids = [ord("a"), *generate(counting(), "a", tokens=20, temperature=temperature, seed=seed)]
+            hits, drawn = hits + sum(b == a + 1 for a, b in pairwise(ids)), drawn + len(ids) - 1
+        assert drawn > 300 and hits / drawn == pytest.approx(expected, abs=0.02)
+
+
 def test_the_end_of_a_document_ends_it():
     assert generate(counting(), chr(127), tokens=200) == list(range(128, 256))
     subject = counting()
@@ -69,6 +80,31 @@ def test_log_probabilities_are_those_of_the_continuation_alone():
     assert likelihood(counting(), "", "ab", 100) == pytest.approx((miss + hit) / 2), "a text follows a document's end"
     assert likelihood(counting(), "", "a", 100) == pytest.approx(miss)
     assert likelihood(counting(), "", chr(1), 100) == pytest.approx(hit)
+
+
+def test_a_model_reads_the_last_tokens_of_a_context_one_sequence_of_them():
+    subject, read = counting(), []
+    forward = subject.model.forward
+    subject.model.forward = lambda tokens: (read.append(bytes(tokens[0].tolist())), forward(tokens))[1]
+    likelihood(subject, "zzzzzzab", "cd", 3)
+    likelihood(subject, "zzzzzzab", "cd", 9)
+    likelihood(subject, "ab", "cd", 9)
+    assert read == [b"abc", b"zzzzzzabc", b"abc"], "of the last token nothing is predicted"
+
+
+def test_a_model_that_prefers_nothing_is_right_as_often_as_the_first_choice():
+    subject = counting()
+    torch.nn.init.zeros_(subject.model.size)
+    items = [Question(context="ab", choices=("xx", "cd", "dc"), answer=i) for i in (0, 1, 2, 1)]
+    assert accuracy(subject, items, 64) == 1 / 4
+
+
+def test_guessing_is_right_once_in_as_many_as_each_question_has(tmp_path, monkeypatch, capsys):
+    items = [{"context": "ab", "choices": ["cd", *others], "answer": 0} for others in (["xx"], ["xx", "yy", "zz"])]
+    (tmp_path / "items").write_text("\n".join(map(json.dumps, items)))
+    monkeypatch.setattr(answers, "load_subject", lambda source: counting())
+    assert cli.main(["evaluate", "some", "--choices", str(tmp_path / "items")]) == 0
+    assert capsys.readouterr().out.endswith("100.0 % of 2 right (37.5 % by guessing)\n")
 
 
 def test_the_right_one_is_found():

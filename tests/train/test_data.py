@@ -60,6 +60,12 @@ def test_the_order_follows_the_seed():
     assert not torch.equal(batches(tokens, seed=0)[0][0], batches(tokens, seed=1)[0][0])
 
 
+def test_no_epoch_of_a_seed_is_one_of_the_next_seed():
+    first, second = (batches(np.arange(97), seed=seed) for seed in (0, 1))
+    orders = [[made[4 * e + i][0][:, 0].tolist() for i in range(4)] for made in (first, second) for e in range(3)]
+    assert all(order not in orders[:number] for number, order in enumerate(orders))
+
+
 def test_the_split_covers_the_stream(folder):
     config = DataConfig(corpus=str(folder / "corpus"), sequence=32, held_out=0.1)
     loaded = data.load_data(config, folder / "cache")
@@ -68,6 +74,7 @@ def test_the_split_covers_the_stream(folder):
     assert bytes(loaded.train) + bytes(loaded.held_out) == stream
     assert len(loaded.held_out) == round(0.1 * len(stream))
     assert loaded.summary["sha256"] == found.sha256 and loaded.summary["bytes"] == found.size
+    assert loaded.summary["bytes_per_token"] == found.size / len(stream)
 
 
 def test_tokens_are_cached_and_a_cut_cache_is_made_again(folder):
@@ -102,6 +109,26 @@ def test_one_of_two_texts_may_be_records(folder):
         data.load_data(
             DataConfig(corpus=plain, held_out_corpus=str(folder / "short.txt"), sequence=32), folder / "cache"
         )
+    with pytest.raises(ValueError, match=r"^corpus='.*short.txt': 6 training tokens do not fill"):
+        data.load_data(
+            DataConfig(corpus=str(folder / "short.txt"), held_out_corpus=plain, sequence=32), folder / "cache"
+        )
+
+
+def test_a_sequence_needs_one_token_more_for_its_last_target(folder):
+    text = folder / "short.txt"
+    config = DataConfig(corpus=str(folder / "corpus"), held_out_corpus=str(text), sequence=32)
+    text.write_text("x" * 31)  # and the end of the document
+    with pytest.raises(ValueError, match="32 held-out tokens do not fill one sequence of 32"):
+        data.load_data(config, folder / "cache")
+    text.write_text("x" * 32)
+    assert batches(data.load_data(config, folder / "cache").held_out, sequence=32, batch=1).windows == 1
+
+
+def test_a_text_in_a_hidden_folder_is_a_text_like_others(folder):
+    hidden = write_corpus(folder / ".texts" / "corpus")
+    with pytest.raises(ValueError, match=r"corpus='.*': out='.*' lies in it"):
+        data.load_data(DataConfig(corpus=str(hidden), sequence=32), folder / "cache", hidden / "runs")
 
 
 @pytest.mark.parametrize("option", ["corpus", "held_out_corpus"])

@@ -182,3 +182,35 @@ def test_what_was_not_trained_is_named_below():
     table = league.league_table(found)
     assert "| `nvfp4` |" in table and "| `rl` |" not in table
     assert "Not trained yet: `mxfp8`, `rl`, `naive_fp4@all`." in table
+
+
+def test_the_interval_of_the_row_before_decides_on_a_place():
+    """One seed with gap 1.0 %, four about 1.2 %: their deviation is sqrt(0.04 / 3) %, t of 3 degrees is 3.1824."""
+    found = made({"bf16": (1.0,) * 4, "nvfp4": (1.01,), "rl": (1.011, 1.013, 1.011, 1.013)})
+    wide, narrow = 3.1824 * math.sqrt(0.04 / 3), 3.1824 * math.sqrt(0.04 / 3) / 2
+    assert wide > 0.2 > narrow
+    assert [row.half for row in found.rows[1:]] == [pytest.approx(half, rel=1e-3) for half in (wide, narrow)]
+    assert [(row.recipe, row.place) for row in found.rows] == [("bf16", None), ("nvfp4", 1), ("rl", 1)]
+
+
+def test_controls_are_last_behind_what_has_no_gap():
+    found = made(LOSSES | {"rl": (None, None, None)})
+    assert [row.recipe for row in found.rows] == ["bf16", "mxfp8", "nvfp4", "rl", "naive_fp4@all"]
+
+
+def test_the_best_are_below_the_baseline_if_any_is():
+    gaps = {"bf16": 0.0, "mxfp8": 0.1, "nvfp4": -0.5, "rl": 0.2}
+    assert league.best({"rows": [{"recipe": n, "gap": gap} for n, gap in gaps.items()]}, 2, []) == ["nvfp4", "mxfp8"]
+
+
+def test_a_loss_of_zero_is_a_gap_of_a_hundred_percent():
+    assert made({"bf16": (2.0,), "nvfp4": (0.0,)}).rows[1].gap == -100
+
+
+def test_a_run_that_moved_to_another_device_has_no_speed_beside_one_that_stayed():
+    def on(*devices):
+        return result(3.0) | {"environments": [{"step": 0, "device": device} for device in devices]}
+
+    results = {("bf16", 0): on("H200"), ("nvfp4", 0): on("H200", "H100"), ("rl", 0): on("H200")}
+    found = league.league(results, ["bf16", "nvfp4", "rl"], dict.fromkeys(["bf16", "nvfp4", "rl"], 0.5))
+    assert {row.recipe: row.speed for row in found.rows} == {"bf16": 1.0, "nvfp4": None, "rl": 1.0}

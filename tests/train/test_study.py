@@ -13,7 +13,7 @@ from halfbyte import cli
 from halfbyte.train import config as configs
 from halfbyte.train import jobs, league, loop, study
 from halfbyte.train.signals import Interrupts
-from halfbyte.train.treatment import applied
+from halfbyte.train.treatment import applied, treatment_of
 
 pytest.importorskip("matplotlib")
 FILE = """
@@ -36,8 +36,8 @@ def file(folder, monkeypatch):
     return path
 
 
-def change(path: Path, old: str, new: str) -> Path:
-    path.write_text(path.read_text().replace(old, new))
+def change(path: Path, old: str, new: str, count: int = -1) -> Path:
+    path.write_text(path.read_text().replace(old, new, count))
     return path
 
 
@@ -363,3 +363,69 @@ def test_channels_in_more_bits_count_against_it():
 def test_league_of_nothing(file):
     found = study.write_league(study.read_study(file))
     assert all(row.gap is None for row in found.rows) and league.read_values(Path("runs/some"))["freedom"] == 0
+
+
+def test_a_patch_of_the_forward_alone_is_two_products_more():
+    """What the rounding of x took, and what that of w did, of 32 channels in 512."""
+    recipe = replace(treatment_of("hot_channels").recipe, dgrad=None, wgrad=None)
+    assert study._flops(recipe, 512) == (1.0, pytest.approx(3 + 2 * 32 / 512))
+
+
+def write_run(root: Path, seed: int, *names: str) -> Path:
+    """Write files of a run of bf16, each with the name of the root in it."""
+    place = league.run_folder(root, "bf16", seed)
+    place.mkdir(parents=True)
+    for name in names:
+        (place / name).write_text(root.name)
+    return place
+
+
+def test_what_has_begun_here_is_not_replaced_by_what_was_recorded(file):
+    found, kept = study.read_study(file), Path("kept")
+    here = write_run(found.config.run.out, 0, "config.json")
+    for seed in (0, 1):
+        write_run(kept, seed, "config.json", "result.json")
+    assert study.restore(found, kept) == 1
+    assert [path.name for path in here.iterdir()] == ["config.json"] and (here / "config.json").read_text() == "some"
+    assert (league.run_folder(found.config.run.out, "bf16", 1) / "result.json").read_text() == "kept"
+
+
+def test_a_result_is_kept_behind_all_else_of_its_run(file, monkeypatch):
+    """A copy that is cut off is then none of a run that ended."""
+    found, own, names = study.read_study(file), study.files.atomic, []
+    everything = ("config.json", "layers.txt", "log.jsonl", "result.json")
+    write_run(found.config.run.out, 0, *everything)
+    monkeypatch.setattr(study.files, "atomic", lambda path: (names.append(path.name), own(path))[1])
+    assert study.record(found, Path("kept")) == 1
+    assert sorted(names) == sorted(everything) and names[-1] == "result.json"
+
+
+@pytest.mark.parametrize(
+    "failed, left, status", [({}, [], 0), ({}, ["a"], 3), ({"b": "no text"}, [], 1), ({"b": "no text"}, ["a"], 1)]
+)
+def test_a_run_that_failed_is_the_exit_status_whatever_is_left(file, monkeypatch, failed, left, status):
+    found = study.read_study(file)
+    empty = league.league({}, found.recipes, dict.fromkeys(found.recipes, 0.0))
+    monkeypatch.setattr(study, "run_study", lambda *_, **__: (empty, jobs.Outcome(left=left, failed=failed)))
+    assert study.run_and_print(found, found.pieces, workers=1, interrupts=Interrupts()) == status
+
+
+def test_a_spread_that_is_taken_from_a_study_is_called_by_its_title(file):
+    Path("other").mkdir()
+    Path("other/league.json").write_text(json.dumps({"title": "Another", "deviation": 0.25, "freedom": 4, "rows": []}))
+    found = study.write_league(study.read_study(change(file, "[[pieces]]", 'noise_of = "other"\n[[pieces]]', 1)))
+    assert (found.deviation, found.freedom, found.pooled_from) == (0.25, 4, "Another")
+
+
+def test_the_best_of_a_study_are_others_than_those_named_before_them(file):
+    gaps = {"bf16": 0.0, "mxfp8": 0.1, "nvfp4": 0.2, "rl": 0.3}
+    Path("other").mkdir()
+    Path("other/league.json").write_text(json.dumps({"rows": [{"recipe": n, "gap": gap} for n, gap in gaps.items()]}))
+    change(file, "[[pieces]]", 'best_of = "other"\n[[pieces]]', 1)
+    found = study.read_study(change(file, '"bf16", "nvfp4(rht=none)+late(0.5)"', '"bf16", "mxfp8", "best(1)"'))
+    assert found.recipes == ("bf16", "mxfp8", "nvfp4")
+
+
+def test_texts_may_lie_elsewhere_on_every_machine():
+    texts = {"corpus": "/a/train.txt", "held_out_corpus": "/a/test.txt", "batch": 8}
+    assert study._wherever({"data": texts, "seed": 3, "device": "cpu"}) == {"data": {"batch": 8}, "seed": 3}
