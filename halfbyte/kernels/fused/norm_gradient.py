@@ -119,37 +119,40 @@ def norm_backward_kernel(
 
 
 @triton.jit
-def held_row(ptr, row, inside, cols, TILES: tl.constexpr, FULL: tl.constexpr, PAIRED: tl.constexpr):
-    """Return a row in TILES tiles of lanes as stored, [PAIRS] words of two bf16 if PAIRED, zero outside.
-
-    All loads come first. FULL: no column is outside.
-    """
-    i = tl.arange(0, PAIRS if PAIRED else LANES)
+def first_tile(ptr, row, cols, PAIRED: tl.constexpr):
+    """Return pointers to a row's first tile of lanes, [PAIRS] words of two bf16 if PAIRED, and how many a row has."""
     if PAIRED:
-        pointers = ptr.to(tl.pointer_type(tl.uint32)) + row.to(tl.int64) * (cols // 2) + i
-        stop = cols // 2
+        words = ptr.to(tl.pointer_type(tl.uint32)) + row.to(tl.int64) * (cols // 2)
+        return words + tl.arange(0, PAIRS), cols // 2
     else:
-        pointers = ptr + row.to(tl.int64) * cols + i
-        stop = cols
+        return ptr + row.to(tl.int64) * cols + tl.arange(0, LANES), cols
+
+
+@triton.jit
+def is_inside(inside, count, j: tl.constexpr, FULL: tl.constexpr, PAIRED: tl.constexpr):
+    """Return which lanes or words of tile j a row has; FULL: all of them. inside: whether there is such a row."""
+    WIDTH: tl.constexpr = PAIRS if PAIRED else LANES
+    if not FULL:
+        inside = inside & (tl.arange(0, WIDTH) + j * WIDTH < count)
+    return inside
+
+
+@triton.jit
+def held_row(ptr, row, inside, cols, TILES: tl.constexpr, FULL: tl.constexpr, PAIRED: tl.constexpr):
+    """Return a row in TILES tiles as stored, zero outside: all loads first."""
+    pointers, count = first_tile(ptr, row, cols, PAIRED)
     tiles = ()
     for j in tl.static_range(TILES):
-        mask = inside if FULL else inside & (i + j * i.shape[0] < stop)
-        tiles = tiles + (tl.load(pointers + j * i.shape[0], mask=mask, other=0),)
+        mask = is_inside(inside, count, j, FULL, PAIRED)
+        tiles = tiles + (tl.load(pointers + j * pointers.shape[0], mask=mask, other=0),)
     return tiles
 
 
 @triton.jit
 def store_row_tile(ptr, row, inside, cols, j: tl.constexpr, stored, FULL: tl.constexpr, PAIRED: tl.constexpr):
     """Store tile j of a row."""
-    i = tl.arange(0, PAIRS if PAIRED else LANES)
-    if PAIRED:
-        pointers = ptr.to(tl.pointer_type(tl.uint32)) + row.to(tl.int64) * (cols // 2) + i
-        stop = cols // 2
-    else:
-        pointers = ptr + row.to(tl.int64) * cols + i
-        stop = cols
-    mask = inside if FULL else inside & (i + j * i.shape[0] < stop)
-    tl.store(pointers + j * i.shape[0], stored, mask=mask)
+    pointers, count = first_tile(ptr, row, cols, PAIRED)
+    tl.store(pointers + j * pointers.shape[0], stored, mask=is_inside(inside, count, j, FULL, PAIRED))
 
 
 @triton.jit
