@@ -317,6 +317,15 @@ def test_a_forgotten_advance_is_reported_once():
             layer(x)
 
 
+@pytest.mark.parametrize("is_training", [False, True])
+def test_forwards_that_train_nothing_are_no_forgotten_advance(is_training):
+    layer = hb.nn.Linear(16, 16, recipe="nvfp4", state=hb.RunState(0)).train(is_training)
+    with warnings.catch_warnings(), torch.set_grad_enabled(not is_training):
+        warnings.simplefilter("error")
+        for _ in range(STALE_FORWARDS + 1):
+            layer(torch.ones(1, 16))
+
+
 def test_a_backward_draws_at_the_position_of_its_forward():
     """A pipeline runs the next forward before this backward."""
     results = []

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import resource
+import stat
 from pathlib import Path
 
 import pytest
@@ -89,6 +91,34 @@ def test_shards_and_their_index(tmp_path, model, monkeypatch):
         assert key in load_file(tmp_path / "many" / name)
     assert index["metadata"]["total_size"] == report.nbytes == sum(t.numel() * t.element_size() for t in one.values())
     assert len(hb.export.load(tmp_path / "many").quantized) == 14
+
+
+def test_a_file_holds_tensors_up_to_its_size_and_no_more(monkeypatch):
+    monkeypatch.setattr(write, "SHARD_BYTES", 100)
+    sizes = {"a": 60, "b": 60, "c": 40, "d": 150, "e": 10, "f": 90}
+    tensors = {key: torch.zeros(size, dtype=torch.uint8) for key, size in sizes.items()}
+    assert write._shards(tensors) == [["a"], ["b", "c"], ["d"], ["e", "f"]]
+
+
+def test_a_folder_is_on_the_disk_and_readable_by_all_before_it_is_there(tmp_path, monkeypatch):
+    target, order, replace = tmp_path / "made", [], os.replace
+    monkeypatch.setattr(write, "_sync", lambda path: order.append(path.name))
+    monkeypatch.setattr(write.os, "replace", lambda old, new: (order.append("renamed"), replace(old, new)))
+    with write.new_folder(target) as place:
+        (place / "inner").mkdir()
+        (place / "inner" / "a").write_text("a")
+        (place / "b").write_text("b")
+    begun = order.index("renamed")
+    assert set(order[:begun]) == {"a", "b", place.name} and order[begun + 1 :] == [tmp_path.name]
+    assert stat.S_IMODE(target.stat().st_mode) == 0o755 and (target / "inner" / "a").read_text() == "a"
+
+
+def test_each_tensor_has_memory_of_its_own_and_one_that_had_is_not_copied():
+    base, alone = torch.arange(12.0), torch.arange(4.0)
+    given = {"a": base[:4], "b": base[4:8], "c": base[8:], "alone": alone}
+    made = write.same_memory(given)
+    assert len({t.untyped_storage().data_ptr() for t in made.values()}) == 4 and made["alone"] is alone
+    assert all(torch.equal(made[key], tensor) for key, tensor in given.items())
 
 
 def changed_codes(tensors):

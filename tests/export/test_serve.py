@@ -17,6 +17,7 @@ from export_models import SMALL, build, llama, mixtral, qwen_moe, trained
 
 import halfbyte as hb
 from halfbyte.distributed import ZeroOptimizer
+from halfbyte.export.trained import _differences
 
 PREFIX = "model.layers.0.self_attn."
 
@@ -191,3 +192,29 @@ def test_experts_and_convolutions_in_high_precision_are_excluded(tmp_path):
     config = transformers.Lfm2Config(**SMALL, layer_types=["conv", "full_attention"])
     model = trained(build(transformers.Lfm2ForCausalLM, torch.bfloat16, config), "nvfp4", steps=0)
     assert "model.layers.0.conv.conv" in hb.export.save(model, tmp_path / "lfm2").exclude
+
+
+def test_the_greatest_scale_of_siblings_of_two_recipes_is_no_matter_of_amaxes_alone(tmp_path):
+    """Of amaxes 1 and 0.75 the second has the greater factor, 0.75 / (256 * 6); by the first's it would be cut off."""
+    rules = {"*q_proj": "four_over_six", "*k_proj": "nvfp4", "*v_proj": "nvfp4"}
+    model = trained(llama(), rules=rules, share_amax=(), steps=0)
+    for name, amax in (("q_proj", 0.75), ("k_proj", 1.0), ("v_proj", 0.5)):
+        weight = model.get_parameter(f"{PREFIX}{name}.weight")
+        weight.data.mul_(amax / 2 / weight.abs().max())
+        weight.data[0, 0] = amax
+    report = hb.export.save(model, tmp_path / "out", format="modelopt")
+    tensors, rows = stored(tmp_path / "out"), by_name(report)
+    for name in ("q_proj", "k_proj", "v_proj"):
+        assert float(tensors[f"{PREFIX}{name}.weight_scale_2"]) == pytest.approx(0.75 / (256 * 6))
+        assert bool(rows[f"{PREFIX}{name}"].reason) == (name != "q_proj")
+    found = hb.export.load(tmp_path / "out").quantized[f"{PREFIX}q_proj.weight"]
+    assert rows[f"{PREFIX}q_proj"].changed == 0 and float(found.dequantize().abs().max()) == pytest.approx(0.75)
+
+
+def test_all_bytes_of_codes_that_lie_otherwise_have_changed():
+    """A rotation of 64 pads 48 columns, which no engine's codes have."""
+    x = torch.randn(8, 48, generator=torch.Generator().manual_seed(0))
+    rotated = hb.quantize(x, hb.NVFP4(rotation=hb.Hadamard(size=64, signs="none")))
+    plain = hb.quantize(x, hb.NVFP4())
+    assert rotated.qdata.shape != plain.qdata.shape
+    assert _differences(rotated, plain) == 8 * 48 // 2 + 8 * 48 // 16 and _differences(plain, plain) == 0

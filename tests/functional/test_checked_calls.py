@@ -11,6 +11,7 @@ from torch import Tensor
 
 import halfbyte as hb
 from halfbyte.functional import grouped_checks, request
+from halfbyte.functional.weights import cacheable, quantize_weight
 
 E, N, K, M = 3, 32, 32, 16
 
@@ -106,6 +107,26 @@ def test_a_layer_whose_weight_was_replaced(monkeypatch, what):
             layer(x)
     layer.weight = kept
     layer(x)
+
+
+def test_a_main_grad_of_shared_memory_is_refused_behind_one_that_passed(monkeypatch):
+    monkeypatch.setattr(request, "_CHECKED", {})
+    tensors = torch.zeros(M, K), torch.zeros(N, K)
+    for _ in range(2):
+        hb.linear(*tensors, recipe="nvfp4", rng=hb.Philox(1), main_grad=torch.zeros(N, K))
+        with pytest.raises(ValueError, match=r"main_grad.stride\(\)=\(0, 0\): elements share memory"):
+            hb.linear(*tensors, recipe="nvfp4", rng=hb.Philox(1), main_grad=torch.zeros(1, 1).expand(N, K))
+
+
+def test_a_weight_of_which_codes_are_all_that_is_read_may_have_another_dtype():
+    """Those of fprop, where the backward takes its values from them."""
+    recipe = hb.recipes.nvfp4_forward(backward="dequantized")
+    generator = torch.Generator().manual_seed(1)
+    w, x = torch.randn(N, K, generator=generator), torch.randn(M, K, generator=generator).bfloat16()
+    codes = quantize_weight(w, cacheable(recipe), torch.bfloat16)
+    assert torch.equal(hb.linear(x, w, recipe=recipe, cached_weight=codes), hb.linear(x, w.bfloat16(), recipe=recipe))
+    with pytest.raises(TypeError, match="cast one of them"):
+        hb.linear(x, w, recipe=recipe)
 
 
 def changed_in_place(y: Tensor) -> Tensor:

@@ -15,6 +15,7 @@ from torch import nn
 from torch.nn.utils import parametrize, vector_to_parameters
 
 import halfbyte as hb
+from halfbyte.nn.whereabouts import Written
 
 D, E = 16, 2
 OFFSETS = torch.tensor([5, 8], dtype=torch.int32)
@@ -365,3 +366,15 @@ def test_compiled_code_reads_replaced_weights_after_a_refill():
         assert torch.equal(compiled(X), before) and not torch.equal(model.first(X), before)
         cache.refill()
         assert torch.equal(compiled(X), copy.deepcopy(model).first(X))
+
+
+def test_parts_of_one_buffer_were_written_to_where_they_overlap():
+    """Element by element: neighbours are not reached, the last one is."""
+    buffer = torch.arange(5.0)
+    parts = [(start, end) for start in range(5) for end in range(start + 1, 6)]
+    for start, end in parts:
+        written = Written([buffer[start:end]])
+        for first, last in parts:
+            overlap = bool({*range(start, end)} & {*range(first, last)})
+            assert written.reaches(buffer[first:last]) == overlap, (start, end, first, last)
+    assert not Written([buffer]).reaches(buffer.clone()) and Written([buffer]).reaches(buffer.view(5, 1)[4])

@@ -417,3 +417,15 @@ def test_mistakes_are_named():
     cached = hb.functional.weights.quantize_weight(w, (hb.NVFP4(), None), torch.float32)
     with pytest.raises(ValueError, match="another recipe"):
         hb.linear(torch.randn(4, 16), w, None, hb.recipes.nvfp4(), rng=hb.Philox(0), cached_weight=cached)
+
+
+def test_buffers_are_each_others_no_part_and_stay_through_high_precision():
+    """Orientations and siblings that share an amax each have it; code that was compiled or captured reads addresses."""
+    model = decoder(1)
+    hb.quantize_(model, "nvfp4", keep=NOTHING_KEPT)
+    cache = hb.cache_weights(model)
+    places = [t.data_ptr() for t in cache.tensors()]
+    assert len(set(places)) == len(places) > 0
+    with hb.high_precision(model):
+        assert [t.data_ptr() for t in cache.tensors()] == places
+    assert [t.data_ptr() for t in cache.tensors()] == places

@@ -145,3 +145,15 @@ def test_what_a_compiled_sibling_computed_does_not_outlive_eager_ones():
     del x, ys
     gc.collect()
     assert [ref() for ref in alive] == [None] * 4
+
+
+@pytest.mark.parametrize("signs", ["fixed", "fresh"])
+def test_a_sibling_that_runs_without_the_first_has_the_amax_of_its_own_signs(signs):
+    """What the norm handed over was rotated with those of the first, which draws for all where it runs."""
+    model = fused(hb.recipes.nvfp4(hadamard=hb.Hadamard(size=16, signs=signs)))
+    generator = torch.Generator().manual_seed(1)
+    x, dy = torch.randn(16, 32, generator=generator), torch.randn(16, 32, generator=generator)
+    k, y = model.self_attn.k_proj, model.input_layernorm(x)
+    found = torch.autograd.grad(k(y), k.weight, dy)[0]
+    hb.nn.unfuse_(model)
+    assert torch.equal(found, torch.autograd.grad(k(y.detach()), k.weight, dy)[0])

@@ -246,3 +246,11 @@ def test_products_of_experts_take_their_time_beside_all_others_of_a_precision():
     several.flops["bf16"] = 5e15
     expected = (5e15 + 2 * (1e15 + 3e15)) / rate
     assert seconds.kernel_seconds(several, H200, 1.0)["GEMMs in bf16"] == pytest.approx(expected)
+
+
+def test_every_micro_batch_casts_weights_and_gradients():
+    """6 bytes for each weight on its way to bf16, and as many for its gradient on its way back."""
+    for count in (1, 3):
+        found = plan(PlanRequest(**SMALL, accumulate=count))
+        rate = 4.8e12 * calibration.COPY_SHARE.value * calibration.STEP_SHARE.value
+        assert found.step.seconds["casts"] == pytest.approx(count * 12 * found.job.numel / rate)

@@ -18,7 +18,7 @@ import halfbyte as hb
 from halfbyte.nn.streams import STALE_FORWARDS
 from halfbyte.stats import counterfactual
 from halfbyte.stats.figures import SIDES
-from halfbyte.stats.sensitivity import ALL, SensitivityReport, Trial
+from halfbyte.stats.sensitivity import ALL, SensitivityReport, Trial, _kinds
 
 SEED = 5
 STREAMS = {"x.row": X, "x.col": X + 1, "w.row": W, "w.col": W + 1, "dy.row": DY, "dy.col": DY + 1}
@@ -271,3 +271,11 @@ def test_refusals():
     with pytest.raises(ValueError, match="hb.quantize_ first"):
         hb.stats.sensitivity(nn.Sequential(nn.Linear(2, 2)), step)
     assert dataclasses.is_dataclass(hb.stats.sensitivity(model, step, operands=False))
+
+
+def test_layers_of_two_recipes_are_two_kinds():
+    """Of another recipe the operands that are tried are others."""
+    names = {"blocks.0.up": "nvfp4", "blocks.1.up": "mxfp8", "blocks.2.up": "nvfp4", "head": "nvfp4"}
+    layers = {name: hb.nn.Linear(32, 32, recipe=recipe) for name, recipe in names.items()}
+    kinds = {"blocks.*.up": ["blocks.0.up", "blocks.2.up"], "blocks.1.up": ["blocks.1.up"], "head": ["head"]}
+    assert _kinds(layers) == kinds

@@ -121,7 +121,8 @@ class TestStorage:
         assert hb.tensor.from_safetensors(plain, None).keys() == plain.keys()
         with pytest.raises(ValueError, match=r"'w\.qdata'"):
             hb.tensor.to_safetensors({"w": make(ROW), "w.qdata": values(3)})
-        for damage in ("{", '{"version": 2}', metadata["halfbyte.w"].replace("nvfp4", "nvfp5"), "[]"):
+        older = metadata["halfbyte.w"].replace('"version": 1', '"version": 0')
+        for damage in ("{", '{"version": 2}', older, metadata["halfbyte.w"].replace("nvfp4", "nvfp5"), "[]"):
             with pytest.raises(ValueError, match="tensor 'w'"):
                 hb.tensor.from_safetensors(plain, {"halfbyte.w": damage})
         with pytest.raises(ValueError, match=r"'w'.*w\.amax"):

@@ -51,6 +51,24 @@ def test_noise_is_the_difference_to_the_gradient_in_high_precision():
     assert [layer.recipe for layer in model] == [recipes.nvfp4()] * 2
 
 
+def test_both_passes_begin_at_the_same_micro_batch():
+    """A model in high precision, whose losses depend on what `between` moves, has no noise then."""
+    model, at = torch.nn.Linear(64, 8), [0]
+
+    def loss():
+        x = torch.randn(16, 64, generator=torch.Generator().manual_seed(at[0]))
+        return model(x).square().mean()
+
+    def between():
+        at[0] += 1
+
+    def again():
+        at[0] = 5
+
+    found = gradient_noise(model, [loss, loss], between=between, again=again)
+    assert found.noise == 0 < found.norm and at == [7]
+
+
 @pytest.mark.parametrize(
     "norm, noise, is_drowned",
     [
