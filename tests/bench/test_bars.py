@@ -2,10 +2,13 @@
 
 import json
 import os
+import subprocess
 import sys
 import time
 
-from bench import bars, registry, results
+import pytest
+
+from bench import bars, machine, registry, results
 
 CASES = {case.name for case in registry.all_cases()}
 
@@ -92,3 +95,54 @@ def test_records_are_in_their_folder_whatever_the_clock_ends(tmp_path, capsys, m
     said = capsys.readouterr().out
     assert "cut: 1 s on GPU 0, ended by the limit of time" in said
     assert said.splitlines()[-2:] == ["one.jsonl: GPU", f"{'a/b':26}{'8':16}1.250 x bf16  least 1.3/1.2"]
+
+
+def test_what_was_not_begun_is_named_and_no_success(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(bars, "entries", lambda *_: [entry("one", ""), entry("two", "")])
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 1)
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    assert bars.main(["--out", str(tmp_path), "--seconds", "0"]) == 1
+    assert capsys.readouterr().out.splitlines() == ["not begun: one", "not begun: two"]
+    assert bars.main(["--out", str(tmp_path), "--seconds", "60"]) == 0
+
+
+@pytest.mark.parametrize(
+    ("named", "count", "wanted"),
+    [("4,6", 2, ["4", "6"]), ("GPU-a1,GPU-b2", 2, ["GPU-a1", "GPU-b2"]), (None, 2, ["0", "1"]), ("4,6", 1, ["4"])],
+)
+def test_gpus_are_named_as_the_variable_names_them(named, count, wanted, monkeypatch):
+    """A process that is given another name would have a GPU that is somebody else's, or none."""
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    if named is not None:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", named)
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.setattr("torch.cuda.device_count", lambda: count)
+    assert machine.visible_gpus() == wanted
+
+
+@pytest.mark.parametrize(
+    ("gpus", "cores", "wanted"),
+    [(2, [3, 4, 5, 6], [(3, 4), (5, 6)]), (2, [3, 4, 5], [(3,), (4,)]), (3, [5, 6], [(5, 6)] * 3), (1, [7], [(7,)])],
+)
+def test_gpus_share_out_the_cores_and_where_there_are_fewer_have_them_all(gpus, cores, wanted):
+    places = machine.places([str(index) for index in range(gpus)], cores)
+    assert [(place.gpu, place.cores) for place in places] == [(str(i), own) for i, own in enumerate(wanted)]
+
+
+def test_a_commit_is_marked_where_its_files_differ_not_for_others_beside_them(tmp_path):
+    """Records of a marked commit count for less."""
+
+    def git(*arguments):
+        who = ("-c", "user.name=a", "-c", "user.email=a@b.c")
+        return subprocess.run(("git", *who, *arguments), cwd=tmp_path, check=True, capture_output=True, text=True)
+
+    assert machine.commit(tmp_path) == "unknown"
+    git("init", "-q")
+    (tmp_path / "one").write_text("1")
+    git("add", "one")
+    git("commit", "-q", "-m", "one")
+    head = git("rev-parse", "HEAD").stdout[:10]
+    (tmp_path / "record.jsonl").write_text("{}")
+    assert machine.commit(tmp_path) == head
+    (tmp_path / "one").write_text("2")
+    assert machine.commit(tmp_path) == f"{head}+"

@@ -105,6 +105,40 @@ def test_steps_are_timed_in_turn_where_there_is_room_for_both(free, monkeypatch)
         assert result.checked[1] == "one after the other: 59.0 GiB are free, and bf16 took 60.0"
 
 
+@pytest.mark.parametrize(
+    ("fall", "kept", "says"),
+    [
+        (0.5, 0.2, "the loss fell by 0.5000, in bf16 by 1.0000"),
+        (float("nan"), 0.2, "the loss fell by nan, in bf16 by 1.0000"),
+        (0.7, 0.31, "linear layers keep 0.310 of what bf16's keep, at most 0.3"),
+        (0.7, 0.3, ""),
+    ],
+)
+def test_a_step_that_hardly_trains_or_keeps_too_much_has_no_figure(fall, kept, says, monkeypatch):
+    class Falling(Steps):
+        def __init__(self, *arguments):
+            super().__init__(*arguments)
+            self.fall = 1.0 if self.recipe == "bf16" else fall
+
+    monkeypatch.setattr(training, "_Stepped", Falling)
+    monkeypatch.setattr(training, "_kept", lambda *_: (kept, []))
+    monkeypatch.setattr(training.models, "model_preset", lambda name: SimpleNamespace(parameters=1))
+    monkeypatch.setattr("torch.cuda.empty_cache", lambda: None)
+    monkeypatch.setattr("torch.cuda.mem_get_info", lambda: (61 << 30, 140 << 30))
+    setting = SimpleNamespace(on_gpu=True)
+    if says:
+        with pytest.raises(Unequal, match=says):
+            training.training(setting, (8, 2048), model="1b")
+    else:
+        result = training.training(setting, (8, 2048), model="1b")
+        assert "the loss falls by 70% of bf16's fall" in result.checked
+        assert result.facts["tokens_per_second"] == pytest.approx(8 * 2048 / 2.5)
+
+
+def test_a_fall_is_from_the_first_loss_to_the_last():
+    assert training._Stepped.fall.fget(SimpleNamespace(losses=[3.0, 4.0, 1.0])) == 2.0
+
+
 def wrong_at(monkeypatch, row: int, only_rows: int) -> None:
     """Make every backend but the reference wrong in one nibble of matrices with `only_rows` rows."""
     right = quantization.quantize

@@ -8,6 +8,7 @@ import shutil
 import subprocess
 import sys
 import time
+from collections import deque
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -254,6 +255,25 @@ def test_every_gpu_has_a_lane_and_what_is_slower_is_read_again(again, better, st
     assert f"4 timed, {status} slower or without a figure, 0 left" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize(
+    ("count", "read", "left"), [(1, ["a/b"], ["a/c"]), (2, ["a/b", "a/c"], ["a/b", "a/c"]), (9, ["a/b", "a/c"] * 2, [])]
+)
+def test_what_is_slower_is_read_once_more_behind_all_the_others(count, read, left):
+    """Where time did not suffice for these, what has a figure is not among what is left."""
+    numbers = iter(range(count))
+
+    class Lanes:
+        def timed(self, left, processes):
+            while left and next(numbers, None) is not None:
+                case, shape = left.popleft()
+                yield {"case": f"turns/{case}", "shape": list(shape), "verdict": "slower"}
+
+    waiting = deque([("a/b", (8, 4)), ("a/c", (1,))])
+    found = list(in_turn.readings(Lanes(), waiting, 1, 5))
+    assert [line["case"].removeprefix("turns/") for line in found] == read
+    assert [case for case, _ in waiting] == left
+
+
 def test_a_lane_that_breaks_ends_the_others(monkeypatch, tmp_path):
     class Broken(Timed):
         def time(self):
@@ -285,6 +305,22 @@ def test_what_time_did_not_suffice_for_is_named(monkeypatch, tmp_path, capsys):
     options = ["--only", "transpose/*", "--seconds", "0", "--out", str(tmp_path)]
     assert in_turn.main([str(ROOT), *options]) == 3
     assert "0 timed, 0 slower or without a figure, 1 left: transpose/" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(("verdict", "seconds", "status"), [("slower", 0, 1), ("equal", 0, 3), ("equal", 9, 0)])
+def test_what_is_slower_is_the_exit_status_whatever_is_left(verdict, seconds, status, monkeypatch, tmp_path):
+    figures = {"us": 1.0, "other_us": 1.0, "ratio": 1.0, "spread": 0.0, "verdict": verdict}
+
+    def readings(lanes, left, *_):
+        left.popleft()
+        yield {"case": "turns/a/b", "shape": [1], **figures}
+        if seconds:
+            left.clear()
+
+    cases = [SimpleNamespace(name=name, small=(1,), shapes=()) for name in ("a/b", "a/c")]
+    monkeypatch.setattr(in_turn, "readings", readings)
+    monkeypatch.setattr(in_turn, "select", lambda *_: cases)
+    assert in_turn.main([str(ROOT), "--out", str(tmp_path)]) == status
 
 
 @pytest.mark.parametrize(
