@@ -283,3 +283,14 @@ def test_a_share_that_is_whole_blocks_is_not_rounded_up_by_what_floats_add():
     assert [hb.Keep(last_fraction=share).last_blocks(100) for share in (0.07, 0.14, 0.28, 0.55, 0.56)] == [
         *(7, 14, 28, 55, 56)
     ]
+
+
+def test_a_name_that_matches_is_the_reason_wherever_the_layer_lies():
+    model = Container(nn.ModuleList(blocks(7)))
+    kept = hb.quantize_(model, "nvfp4", keep=hb.Keep(names=("layers.6.*", "layers.0.*"), last_fraction=0.2)).kept
+    found = {name.split(".")[1]: reason for name, reason in kept.items() if name.startswith("layers.")}
+    assert found == {
+        "0": "kept: name matches 'layers.0.*'",
+        "5": "kept: last 2 of 7 blocks of layers",
+        "6": "kept: name matches 'layers.6.*'",
+    }

@@ -98,3 +98,21 @@ def test_cut_tile_rows():
 def test_refusals(arguments):
     with pytest.raises(ValueError, match="give a positive number"):
         storage_plan([Item("w", 2, 2, True)], *arguments)
+
+
+def test_a_bucket_is_closed_once_it_has_its_elements():
+    four = [Item(name, 1, 64, False) for name in "abcd"]
+    for size, wanted in (
+        (63, ["a", "b", "c", "d"]),
+        (64, ["a", "b", "c", "d"]),
+        (65, ["ab", "cd"]),
+        (129, ["abc", "d"]),
+    ):
+        plans = storage_plan(four, 1, size)
+        assert ["".join(place.item.name for place in plan.places) for plan in plans] == wanted, size
+
+
+def test_a_border_between_rows_of_tiles_cuts_none():
+    """Of 64 rows of 32 elements, 512 to a row of tiles."""
+    assert cut_tile_rows(32, 64, [0, 512, 1024, 2048]) == []
+    assert cut_tile_rows(32, 64, [8, 512, 520, 1016, 2040, 2048, 2056]) == [0, 1, 3]

@@ -1,8 +1,10 @@
 """Profiles of other packages' rules, worked out by hand and in numpy, and how differences get their causes."""
 
+import argparse
 import json
 from dataclasses import replace
 from importlib import metadata
+from types import SimpleNamespace
 
 import ml_dtypes
 import numpy as np
@@ -10,7 +12,7 @@ import pytest
 import torch
 
 from halfbyte import cli, layout
-from halfbyte.verify import agreement
+from halfbyte.verify import against, agreement
 from halfbyte.verify.against import agreement_text, reasons, shares_of
 from halfbyte.verify.alone import load_alone
 from halfbyte.verify.peers import PEERS, quantizer
@@ -251,3 +253,18 @@ def test_a_package_that_is_missing_or_too_new_is_named(monkeypatch):
     moved = replace(PEERS["torchao"], load=lambda path: __import__("halfbyte.no_such_module"))
     with pytest.raises(ValueError, match=r"torchao 99 does not import: .*; install 0\.18\.0, whose rules were read"):
         quantizer(moved, None)
+
+
+@pytest.mark.parametrize("is_explained", [True, False])
+def test_bytes_that_no_rule_explains_are_the_exit_status(is_explained, monkeypatch, capsys):
+    found = SimpleNamespace(is_explained=is_explained, as_json=lambda: {"explained": is_explained})
+    monkeypatch.setattr(against, "quantizer", lambda *_: (None, "1.0"))
+    monkeypatch.setattr(against, "compare_with", lambda *_: found)
+    asked = dict.fromkeys(against.MACHINE_OPTIONS) | {"against": next(iter(PEERS)), "path": None, "json": True}
+    assert against.against(argparse.Namespace(**asked)) == int(not is_explained)
+    assert json.loads(capsys.readouterr().out) == {"explained": is_explained}
+
+
+def test_shares_are_percents_down_to_one_in_ten_thousand():
+    shares = [against._share(*counts) for counts in ((0, 7), (1, 3), (1, 10_000), (1, 100_000))]
+    assert shares == ["0", "33.33%", "0.01%", "1.0e-05"]

@@ -197,3 +197,29 @@ def test_an_option_that_cannot_be_is_one_line(capsys, options, reason):
     assert cli.main(["verify", *options]) == 2
     error = capsys.readouterr().err
     assert error.startswith(f"halfbyte verify: {reason}") and error.count("\n") == 1
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_nan_is_equal_to_nan_alone(dtype):
+    nan, number = torch.tensor([1.0, float("nan")], dtype=dtype), torch.tensor([1.0, 2.0], dtype=dtype)
+    assert difference(nan, nan.clone()) is None
+    for actual, expected in ((nan, number), (number, nan)):
+        assert difference(actual, expected).startswith("1 of 2 differ, the first at [1]: ")
+
+
+def test_what_should_be_zero_and_is_not_is_infinitely_off():
+    zeros = torch.zeros(3, dtype=torch.float64)
+    assert relative_error(torch.zeros(3), zeros) == 0
+    assert relative_error(torch.tensor([0.0, 1e-30, 0.0]), zeros) == float("inf")
+
+
+def test_a_machine_of_which_one_check_failed_fails_in_its_row():
+    def row_of(*outcomes):
+        checks = [record.Check(group="maxima", name=str(i), outcome=outcome) for i, outcome in enumerate(outcomes)]
+        checks.append(record.Check(group=record.GEMM, name="a", outcome=record.PASSED))
+        machine = {"device": "a GPU", "backend": "triton", "versions": "halfbyte 1"}
+        return record.row(record.Verification(machine=machine, checks=checks, fingerprint="abc")).split(" | ")
+
+    assert row_of(record.PASSED, record.PASSED)[2] == "2 equal"
+    assert row_of(record.PASSED, record.FAILED, record.NOT_RUN)[2] == "**fails**"
+    assert row_of(record.NOT_RUN)[2] == "not run" and row_of(record.FAILED)[4] == "1 within tolerance"
