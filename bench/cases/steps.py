@@ -33,6 +33,8 @@ def steps(setting: Setting, shape: Shape, *, model: str) -> Outcome:
         (bf16,), (ours,) = (_measure(setting, shape, model, (recipe,)) for recipe in ("bf16", "nvfp4"))
     else:  # the host sets the pace of eager ones, and other programs that of the host
         bf16, ours = _measure(setting, shape, model, ("bf16", "nvfp4"))
+    if not bf16["fall"] > 0:
+        raise Unequal(f"bf16's loss did not fall: {bf16['fall']:+.4f}")
     progress = ours["fall"] / bf16["fall"]
     if not progress >= LEAST_PROGRESS:
         raise Unequal(f"the loss fell by {ours['fall']:.4f}, in bf16 by {bf16['fall']:.4f}")

@@ -45,6 +45,8 @@ def training(setting: Setting, shape: Shape, *, model: str) -> Outcome:
     _time(setting, *(ours,) if shortage else (bf16, ours))
     for stepped in (bf16, ours):
         stepped.release()
+    if not bf16.fall > 0:
+        raise Unequal(f"bf16's loss did not fall: {bf16.fall:+.4f}")
     progress = ours.fall / bf16.fall
     if not progress >= LEAST_PROGRESS:
         raise Unequal(f"the loss fell by {ours.fall:.4f}, in bf16 by {bf16.fall:.4f}")

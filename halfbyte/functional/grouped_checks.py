@@ -30,12 +30,13 @@ def check_alike(tensors: tuple[Any, ...], out_dtype: torch.dtype | None, is_cove
         out_dtype: as the caller gave it.
         is_covered: whether nothing is read of the weight but its cached operands.
     """
+    x, w, bias, offsets, main_grad = tensors
     key = None
     if not torch.compiler.is_compiling():
-        key = (out_dtype, is_covered, *[looks_of(t) for t in tensors])
+        strides = main_grad.stride() if isinstance(main_grad, Tensor) else None
+        key = (out_dtype, is_covered, strides, *[looks_of(t) for t in tensors])
         if key in _CHECKED:
             return
-    x, w, bias, offsets, main_grad = tensors
     refuse_foreign((("x", x), ("w_ENK", w), ("bias_EN", bias)))
     check_grouped_call(x, (w, bias), offsets, main_grad, is_covered)
     check_value_dtype("out_dtype", out_dtype or torch.float32, "name one of these and convert the result")

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from bench import plot, results, run
-from bench.cases import quantize, training
+from bench.cases import quantize, steps, training
 from bench.registry import Bar, Case, Outcome, Setting, Unequal, all_cases, select
 from bench.results import Result
 from halfbyte import cli, ops
@@ -133,6 +133,24 @@ def test_a_step_that_hardly_trains_or_keeps_too_much_has_no_figure(fall, kept, s
         result = training.training(setting, (8, 2048), model="1b")
         assert "the loss falls by 70% of bf16's fall" in result.checked
         assert result.facts["tokens_per_second"] == pytest.approx(8 * 2048 / 2.5)
+
+
+def test_a_baseline_whose_loss_rises_gives_no_figure(monkeypatch):
+    """Ours rises as far: all of bf16's fall, as a ratio."""
+
+    class Rising(Steps):
+        def __init__(self, *arguments):
+            super().__init__(*arguments)
+            self.fall = -1.0
+
+    monkeypatch.setattr(training, "_Stepped", Rising)
+    with pytest.raises(Unequal, match=r"bf16's loss did not fall: -1\.0000"):
+        training.training(SETTING, (4, 32), model="300m")
+    rising = {"fall": -1.0, "seconds": 1.0, "spread": 0.0, "busy": 0.0, "first": 1.0}
+    monkeypatch.setattr(steps, "_measure", lambda setting, shape, model, recipes: [rising for _ in recipes])
+    for model in ("60m", "moe-60m"):
+        with pytest.raises(Unequal, match=r"bf16's loss did not fall: -1\.0000"):
+            steps.steps(SETTING, (4, 32), model=model)
 
 
 def test_a_fall_is_from_the_first_loss_to_the_last():

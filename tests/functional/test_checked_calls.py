@@ -43,6 +43,7 @@ BAD: dict[str, tuple[str, Any]] = {
     "bias of ints": ("bias_EN", torch.zeros(E, N, dtype=torch.int32)),
     "main_grad in bf16": ("main_grad", torch.zeros(E, N, K, dtype=torch.bfloat16)),
     "main_grad of another shape": ("main_grad", torch.zeros(E, N, K + 16)),
+    "main_grad of shared memory": ("main_grad", torch.zeros(1, 1, 1).expand(E, N, K)),
     "ints out": ("out_dtype", torch.int32),
 }
 
