@@ -218,9 +218,6 @@ def layers(_: Target) -> Iterator[Scenario]:
             name = f"norm {centered}, {shape} {dtype}, {what}"
             yield Scenario(name, partial(fused.norm_with_amaxes, *arguments), whole)
             yield Scenario(f"{name}, residual", partial(fused.norm_with_amaxes, *arguments, x), whole)
-            if what == "rotated column" and dtype == BF16:
-                stream = tensor(*shape, dtype=FP32)  # of a model under autocast
-                yield Scenario(f"{name}, stream of fp32", partial(fused.norm_with_amaxes, *arguments, stream), whole)
         for function, up in product(FUNCTIONS if what == "no amax" else ("silu",), (None, x)):
             name = f"{function}, {shape} {dtype}, {what}, gated {up is not None}"
             call = partial(fused.activation_with_amaxes, x, up, function, row, col, sign)

@@ -19,6 +19,7 @@ from halfbyte.verify.record import Finding
 GROUP = "norms and activations"
 SHAPES = ((256, 512), (37, 83), (33, 1536), (0, 64))
 NON_FINITE = SHAPES[2]
+WIDE = (17, 4104)  # rows that no program holds whole
 """Only this one: a NaN of one row makes every element of the weight's gradient NaN."""
 DTYPES = (torch.bfloat16, torch.float32)
 NEXT: dict[str, tuple[NVFP4 | None, NVFP4 | None]] = {
@@ -42,6 +43,10 @@ def fused(device: torch.device, backend: str | None) -> Iterator[Finding]:
                     yield GROUP, f"{kind}, {what}", lambda a=arguments, c=centered: _norm(*a, c)
                     yield GROUP, f"{kind} of a sum, {what}", lambda a=arguments, c=centered: _add_norm(*a, c)
                 yield GROUP, f"silu gated, {what}", lambda a=arguments: _activation(*a, "silu", True)
+    arguments = device, backend, WIDE, torch.bfloat16, "amaxes"
+    for centered in (False, True):
+        what = f"{'LayerNorm' if centered else 'RMSNorm'} of a sum, {'x'.join(map(str, WIDE))}"
+        yield GROUP, what, lambda a=arguments, c=centered: _add_norm(*a, c)
     for function in FUNCTIONS:
         for gated in (False, True):
             arguments = device, backend, SHAPES[1], torch.bfloat16, "rotated column", function, gated
