@@ -9,7 +9,8 @@ than twice the spread of the pairs, their interquartile range. Two processes of 
 pairs do, by where their memory lies: `--processes 3` takes the pairs from three of each, at three places, and
 `--again 5` reads what came out slower once more in five of each at the end; that reading is the one that counts. Every
 visible GPU has two processes and the queue's next case, with its share of the cores; on one of several GPUs the clocks
-are those of a machine whose others work too. What there was no time for is named, and `--after FILE` leaves out what a
+are those of a machine whose others work too. `--at-once 4` gives it eight, and four cases compare and compile at the
+same time; one is timed while all others wait. What there was no time for is named, and `--after FILE` leaves out what a
 file has.
 """
 
@@ -23,13 +24,14 @@ import sys
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from fnmatch import fnmatchcase
+from functools import partial
 from pathlib import Path
 from queue import SimpleQueue
 from random import Random
 from statistics import median, quantiles
-from threading import Thread
+from threading import Condition, Thread
 from typing import Any, Self
 
 import torch
@@ -47,6 +49,44 @@ MAX_LEAD = 1024  # MiB
 
 class Failed(Exception):
     """A tree cannot time a case; the message says why."""
+
+
+class Floor:
+    """Who may use a GPU: any number of cases that prepare, or one that is timed while none prepares."""
+
+    def __init__(self) -> None:
+        self.change = Condition()
+        self.preparing = 0
+        self.waiting = 0  # to be timed: nobody begins to prepare before these were
+        self.timing = False
+
+    @contextmanager
+    def shared(self) -> Iterator[None]:
+        """Prepare beside others."""
+        with self.change:
+            self.change.wait_for(lambda: not self.timing and not self.waiting)
+            self.preparing += 1
+        try:
+            yield
+        finally:
+            with self.change:
+                self.preparing -= 1
+                self.change.notify_all()
+
+    @contextmanager
+    def alone(self) -> Iterator[None]:
+        """Be timed while all others wait."""
+        with self.change:
+            self.waiting += 1
+            self.change.wait_for(lambda: not self.timing and not self.preparing)
+            self.waiting -= 1
+            self.timing = True
+        try:
+            yield
+        finally:
+            with self.change:
+                self.timing = False
+                self.change.notify_all()
 
 
 class Tree:
@@ -131,7 +171,7 @@ class Tree:
 
 
 def pairs_of(
-    mine: Tree, other: Tree, case: str, shape: Shape, pairs: int, leads: tuple[int, int] = (0, 0)
+    mine: Tree, other: Tree, case: str, shape: Shape, pairs: int, floor: Floor, leads: tuple[int, int] = (0, 0)
 ) -> list[tuple[float, float]]:
     """Return microseconds of this tree and of the other, pair by pair, each behind so many MiB of memory.
 
@@ -148,26 +188,28 @@ def pairs_of(
             ready.remove(tree)
             problems.append(str(failed))
 
-    for tree, lead in zip((mine, other), leads, strict=True):
-        said(tree, lambda tree=tree, lead=lead: tree.begin(case, shape, lead))
-    for tree in list(ready):  # both compare and compile at the same time
-        said(tree, tree.wait)
+    with floor.shared():
+        for tree, lead in zip((mine, other), leads, strict=True):
+            said(tree, lambda tree=tree, lead=lead: tree.begin(case, shape, lead))
+        for tree in list(ready):  # both compare and compile at the same time
+            said(tree, tree.wait)
     found = []
-    for index in range(pairs):
-        order = (mine, other) if index % 2 == 0 else (other, mine)
-        times = {tree.name: said(tree, tree.time) for tree in order if not problems}
-        if problems:
-            break
-        found.append((times[mine.name], times[other.name]))
-    for tree in list(ready):
-        said(tree, tree.end)
+    with floor.alone():
+        for index in range(pairs):
+            order = (mine, other) if index % 2 == 0 else (other, mine)
+            times = {tree.name: said(tree, tree.time) for tree in order if not problems}
+            if problems:
+                break
+            found.append((times[mine.name], times[other.name]))
+        for tree in list(ready):
+            said(tree, tree.end)
     if problems:
         raise Failed("; ".join(problems))
     return found
 
 
 def pairs_of_processes(
-    mine: Tree, other: Tree, case: str, shape: Shape, pairs: int, processes: int
+    mine: Tree, other: Tree, case: str, shape: Shape, pairs: int, processes: int, floor: Floor
 ) -> list[tuple[float, float]]:
     """Return what `pairs_of` does in as many processes of each tree, one behind the other.
 
@@ -177,12 +219,14 @@ def pairs_of_processes(
     Raises:
         Failed: as `pairs_of` does.
     """
-    found = pairs_of(mine, other, case, shape, pairs)
+    found = pairs_of(mine, other, case, shape, pairs, floor)
     sizes = Random(f"{case} {shape}")
     for _ in range(processes - 1):
-        mine.renew()
-        other.renew()
-        found += pairs_of(mine, other, case, shape, pairs, (sizes.randrange(MAX_LEAD), sizes.randrange(MAX_LEAD)))
+        with floor.shared():
+            mine.renew()
+            other.renew()
+        leads = sizes.randrange(MAX_LEAD), sizes.randrange(MAX_LEAD)
+        found += pairs_of(mine, other, case, shape, pairs, floor, leads)
     return found
 
 
@@ -222,7 +266,7 @@ def wanted(cases: Iterable[Case], done: set[tuple[str, Shape]], small: bool) -> 
 
 
 class Lanes:
-    """Two trees' processes on each GPU, which take one case after the other from a queue.
+    """Two trees' processes on each GPU, `at_once` times, which take one case after the other from a queue.
 
     Args:
         options: of the command line.
@@ -236,7 +280,11 @@ class Lanes:
     def timed(self, left: deque[tuple[str, Shape]], processes: int) -> Iterator[dict[str, Any]]:
         """Take cases from `left` until it is empty or the time is over; yield the record's line of each as it ends."""
         answers: SimpleQueue[dict[str, Any] | BaseException | None] = SimpleQueue()
-        lanes = [Thread(target=self._lane, args=(place, left, processes, answers)) for place in self.places]
+        lanes = []
+        for place in self.places:
+            floor = Floor()
+            for _ in range(self.options.at_once):
+                lanes.append(Thread(target=self._lane, args=(place, floor, left, processes, answers)))
         for lane in lanes:
             lane.start()
         try:
@@ -252,7 +300,9 @@ class Lanes:
             self.until = 0.0  # the other lanes end with their case
             raise
 
-    def _lane(self, place: machine.Place, left: deque[tuple[str, Shape]], processes: int, answers: Any) -> None:
+    def _lane(
+        self, place: machine.Place, floor: Floor, left: deque[tuple[str, Shape]], processes: int, answers: Any
+    ) -> None:
         try:
             os.sched_setaffinity(0, place.cores)  # of this thread, and so of both processes
             with ExitStack() as stack:
@@ -264,16 +314,19 @@ class Lanes:
                         case, shape = left.popleft()
                     except IndexError:
                         break
-                    answers.put(self._line(mine, other, case, shape, processes))
+                    reading = pairs_of_processes, mine, other, case, shape, self.options.pairs, processes, floor
+                    answers.put(_line(case, shape, partial(*reading)))
             answers.put(None)
         except BaseException as error:
             answers.put(error)
 
-    def _line(self, mine: Tree, other: Tree, case: str, shape: Shape, processes: int) -> dict[str, Any]:
-        try:
-            return compared(case, shape, pairs_of_processes(mine, other, case, shape, self.options.pairs, processes))
-        except Failed as failed:
-            return {"case": f"turns/{case}", "shape": list(shape), "problem": str(failed)}
+
+def _line(case: str, shape: Shape, reading: Callable[[], list[tuple[float, float]]]) -> dict[str, Any]:
+    """Return a case's line of the record, also where it has no figure."""
+    try:
+        return compared(case, shape, reading())
+    except Failed as failed:
+        return {"case": f"turns/{case}", "shape": list(shape), "problem": str(failed)}
 
 
 def readings(lanes: Lanes, left: deque[tuple[str, Shape]], processes: int, again: int) -> Iterator[dict[str, Any]]:
@@ -329,6 +382,7 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument(
         "--again", type=int, choices=range(10), default=0, help="processes from which what is slower is read once more"
     )
+    parser.add_argument("--at-once", type=int, choices=range(1, 9), default=1, help="cases that prepare on each GPU")
     parser.add_argument("--seconds", type=float, default=float("inf"), help="begin no case after so many")
     parser.add_argument("--budget", type=float, default=0.1, help="seconds of one timing")
     parser.add_argument("--backend", choices=BACKENDS, help="by default what runs on the GPU")

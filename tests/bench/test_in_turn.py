@@ -109,13 +109,13 @@ def test_pairs_begin_by_turns_and_a_crash_costs_one_case(monkeypatch):
     monkeypatch.setattr(Order, "log", [])
     monkeypatch.setattr(Order, "ended", [])
     mine, other = Stub("", "this tree"), Stub("", "the other")
-    assert in_turn.pairs_of(mine, other, "transpose/packed", (1, 2), 3) == [(1.0, 1.0)] * 3
+    assert in_turn.pairs_of(mine, other, "transpose/packed", (1, 2), 3, in_turn.Floor()) == [(1.0, 1.0)] * 3
     assert Order.log == ["this tree", "the other", "the other", "this tree", "this tree", "the other"]
     with pytest.raises(in_turn.Failed, match="status -11"):
-        in_turn.pairs_of(mine, other, "amax/plain", (1, 2), 3)
+        in_turn.pairs_of(mine, other, "amax/plain", (1, 2), 3, in_turn.Floor())
     assert Order.ended[-1] == ("this tree", "amax/plain"), "the tree that was ready goes on"
     with pytest.raises(in_turn.Failed, match="out of memory"):
-        in_turn.pairs_of(mine, other, "amax/rotated", (1, 2), 3)
+        in_turn.pairs_of(mine, other, "amax/rotated", (1, 2), 3, in_turn.Floor())
     assert Order.ended[-2:] == [("this tree", "amax/plain"), ("the other", "amax/rotated")], (
         "who waits goes on, no other"
     )
@@ -124,11 +124,11 @@ def test_pairs_begin_by_turns_and_a_crash_costs_one_case(monkeypatch):
 def test_pairs_come_from_several_processes(monkeypatch):
     monkeypatch.setattr(Order, "log", [])
     monkeypatch.setattr(Order, "leads", [])
-    mine, other = Stub("", "this tree"), Stub("", "the other")
-    assert in_turn.pairs_of_processes(mine, other, "transpose/packed", (1, 2), 3, 2) == [(1.0, 1.0)] * 6
+    trees, floor = (Stub("", "this tree"), Stub("", "the other")), in_turn.Floor()
+    assert in_turn.pairs_of_processes(*trees, "transpose/packed", (1, 2), 3, 2, floor) == [(1.0, 1.0)] * 6
     anew = ["this tree anew", "the other anew"]
     assert Order.log[6:8] == anew and Order.log[:6] == Order.log[8:] and not set(anew) & set(Order.log[:6])
-    assert in_turn.pairs_of_processes(mine, other, "transpose/packed", (1, 2), 3, 5) == [(1.0, 1.0)] * 15
+    assert in_turn.pairs_of_processes(*trees, "transpose/packed", (1, 2), 3, 5, floor) == [(1.0, 1.0)] * 15
     assert Order.leads[:2] == [0, 0] and Order.leads[:4] == Order.leads[4:8], "a reading can be repeated"
     assert len(set(Order.leads[6:])) == 8 and 0 <= min(Order.leads) <= max(Order.leads) < 1024, "all places differ"
 
@@ -150,7 +150,7 @@ def test_a_process_that_ends_while_a_case_is_timed_is_replaced(monkeypatch):
     with in_turn.Tree(ROOT, "the other", "reference", 0.01) as other:
         for _ in range(2):
             with pytest.raises(in_turn.Failed, match="the other: its process ended with status 0"):
-                in_turn.pairs_of(Stub("", "this tree"), other, "amax/plain", (1, 2), 3)
+                in_turn.pairs_of(Stub("", "this tree"), other, "amax/plain", (1, 2), 3, in_turn.Floor())
 
 
 def test_a_case_answers_as_often_as_it_is_asked():
@@ -253,6 +253,57 @@ def test_every_gpu_has_a_lane_and_what_is_slower_is_read_again(again, better, st
     if again:
         assert slow[-1]["ratio"] == better, "the first of three processes is not all of the reading"
     assert f"4 timed, {status} slower or without a figure, 0 left" in capsys.readouterr().out
+
+
+class Watched(Timed):
+    """A tree that notes when it prepares and when it is timed."""
+
+    spans: ClassVar[list[tuple[str, str, str, float, float]]] = []
+
+    def note(self, what, seconds):
+        begun = time.monotonic()
+        time.sleep(seconds)
+        Watched.spans.append((self.gpu, what, self.case, begun, time.monotonic()))
+
+    def begin(self, case, shape, lead=0):
+        self.case = case
+
+    def wait(self):
+        self.note("prepares", 0.02)
+        if self.case == "a/3" and self.name == "the other":
+            raise in_turn.Failed("the other: out of memory")
+
+    def time(self):
+        self.note("timed", 0.01)
+        return 1.0
+
+    def renew(self):
+        self.note("prepares", 0.01)
+
+
+def test_cases_prepare_at_once_and_each_is_timed_alone(monkeypatch, tmp_path):
+    monkeypatch.setattr(in_turn, "Tree", Watched)
+    monkeypatch.setattr(Watched, "spans", [])
+    monkeypatch.setattr(in_turn.machine, "visible_gpus", lambda: ["3", "5"])
+    cases = [SimpleNamespace(name=f"a/{i}", small=(1, 2), shapes=()) for i in range(12)]
+    monkeypatch.setattr(in_turn, "all_cases", lambda: cases)
+    monkeypatch.setattr(in_turn, "select", lambda cases, only: cases)
+    options = ["--out", str(tmp_path), "--pairs", "3", "--processes", "2", "--at-once", "3"]
+    assert in_turn.main([str(ROOT), *options]) == 1, "a case has no figure, the others go on"
+    (path,) = tmp_path.glob("turns-*.jsonl")
+    lines = [json.loads(line) for line in path.read_text().splitlines()[1:]]
+    assert len(lines) == 12 and [line["case"] for line in lines if "problem" in line] == ["turns/a/3"]
+
+    def together(first, second):
+        return [
+            (a, b)
+            for a in Watched.spans
+            for b in Watched.spans
+            if (a[0], a[1], b[1]) == (b[0], first, second) and a[2] != b[2] and a[3] < b[4] and b[3] < a[4]
+        ]
+
+    assert not together("timed", "prepares") and not together("timed", "timed")
+    assert together("prepares", "prepares"), "cases prepare side by side"
 
 
 @pytest.mark.parametrize(
