@@ -39,7 +39,7 @@ def test_norm_of_whole_tiles(centered):
 @pytest.mark.parametrize("centered", [False, True], ids=["rms", "layer"])
 def test_gradients_of_rows_that_a_program_holds(centered):
     """Even widths and odd ones, in whole tiles of lanes or not; groups of rows that are not whole; streams of fp32."""
-    for shape in ((18, 40), (18, 41), (16, 512), (33, 768), (17, 1026)):
+    for shape in ((18, 40), (18, 41), (16, 512), (18, 1024), (33, 768), (17, 1026)):
         for dtypes in ((BF16, BF16, BF16), (BF16, FP32, BF16), (FP16, FP16, FP16)):
             checks.check_residual(shape, "cpu", checks.NOTHING, centered, dtypes, bad=shape[0] == 18)
     checks.check_norm((17, 1025), "cpu", checks.NOTHING, centered, (FP32, BF16))
@@ -54,8 +54,13 @@ def test_gradients_of_other_rows(centered):
     checks.check_norm((18, 4612), "cpu", checks.NOTHING, centered, (FP32, BF16))
 
 
-def launched_for(monkeypatch, cols: int, dtype=BF16, misplaced: str = "") -> tuple[str, bool | None]:
-    """Return which kernel takes the gradient of a norm of 16 rows, and if in words; one tensor begins within a word."""
+def launched_for(
+    monkeypatch, cols: int, dtype=BF16, misplaced: str = "", centered: bool = False
+) -> tuple[str, bool | None, bool | int]:
+    """Return which kernel takes the gradient of a norm of 16 rows, if in words, and what it loads ahead.
+
+    misplaced: the tensor that begins within a word.
+    """
     seen = []
 
     class Kernel:
@@ -63,7 +68,7 @@ def launched_for(monkeypatch, cols: int, dtype=BF16, misplaced: str = "") -> tup
             self.name = name
 
         def __getitem__(self, grid):
-            return lambda *arguments, **options: seen.append((self.name, options.get("PAIRED")))
+            return lambda *_, **options: seen.append((self.name, options.get("PAIRED"), options["AHEAD"]))
 
     def tensor(name):
         room = torch.randn(16 * cols + 1).to(dtype)
@@ -72,7 +77,7 @@ def launched_for(monkeypatch, cols: int, dtype=BF16, misplaced: str = "") -> tup
     for name in ("norm_backward_kernel", "norm_backward_held_kernel", "group_sum_kernel"):
         monkeypatch.setattr(norm_gradient, name, Kernel(name))
     statistics = torch.empty(0), torch.ones(16)
-    normed = Normed(tensor("x"), torch.ones(cols, dtype=dtype), statistics, False, False)
+    normed = Normed(tensor("x"), torch.ones(cols, dtype=dtype), statistics, centered, centered)
     norm_gradient.norm_backward(tensor("dy"), normed, tensor("dtotal"))
     assert len(seen) == 2 and seen[1][0] == "group_sum_kernel"
     return seen[0]
@@ -80,14 +85,22 @@ def launched_for(monkeypatch, cols: int, dtype=BF16, misplaced: str = "") -> tup
 
 def test_rows_are_held_where_they_fit_and_in_words_where_they_are_words(monkeypatch):
     for cols in (2, 512, 4096):
-        assert launched_for(monkeypatch, cols) == ("norm_backward_held_kernel", True), cols
-        assert launched_for(monkeypatch, cols, FP32) == ("norm_backward_held_kernel", False), cols
+        assert launched_for(monkeypatch, cols)[:2] == ("norm_backward_held_kernel", True), cols
+        assert launched_for(monkeypatch, cols, FP32)[:2] == ("norm_backward_held_kernel", False), cols
     for cols in (1, 513, 4095):
-        assert launched_for(monkeypatch, cols) == ("norm_backward_held_kernel", False), cols
+        assert launched_for(monkeypatch, cols)[:2] == ("norm_backward_held_kernel", False), cols
     for cols in (4097, 8192):
-        assert launched_for(monkeypatch, cols) == ("norm_backward_kernel", None), cols
+        assert launched_for(monkeypatch, cols)[:2] == ("norm_backward_kernel", None), cols
     for name in ("x", "dy", "dtotal"):
-        assert launched_for(monkeypatch, 512, misplaced=name) == ("norm_backward_held_kernel", False), name
+        assert launched_for(monkeypatch, 512, misplaced=name)[:2] == ("norm_backward_held_kernel", False), name
+
+
+def test_the_next_row_is_loaded_ahead_where_that_was_faster(monkeypatch):
+    """docs/internals/fused.md has the times."""
+    rms = {cols: launched_for(monkeypatch, cols)[2] for cols in (512, 768, 1024, 1030, 2048, 4096)}
+    assert rms == {512: True, 768: False, 1024: True, 1030: False, 2048: True, 4096: True}
+    layer = {cols: launched_for(monkeypatch, cols, centered=True)[2] for cols in (40, 512, 768, 1024, 4096)}
+    assert layer == {40: False, 512: False, 768: True, 1024: True, 4096: True}
 
 
 @pytest.mark.parametrize("wish", checks.WISHES)

@@ -228,11 +228,12 @@ def raised_by_row(sums, xs, dys, weights, rstd, mean, CENTERED: tl.constexpr, BI
 def norm_backward_held_kernel(
     dy_ptr, dtotal_ptr, x_ptr, weight_ptr, mean_ptr, rstd_ptr, dx_ptr, partial_ptr,
     rows, cols, CENTERED: tl.constexpr, BIAS: tl.constexpr, TILES: tl.constexpr, FULL: tl.constexpr,
-    PAIRED: tl.constexpr, OVERLAP: tl.constexpr,
+    PAIRED: tl.constexpr, AHEAD: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """What `norm_backward_kernel` does, of rows of TILES tiles of lanes, which it holds.
 
-    FULL: tiles are whole. PAIRED: rows are of bf16, and of words of two.
+    FULL: tiles are whole. PAIRED: rows are of bf16, and of words of two. AHEAD: x and dy of the next row are loaded
+    before this one's means are known.
     """
     overlap.begin(OVERLAP)
     row0 = tl.program_id(0) * ROW_GROUP
@@ -242,11 +243,21 @@ def norm_backward_held_kernel(
         col = (tl.arange(0, LANES // PARTS) + part // PARTS * (LANES // PARTS)) * PARTS + part % PARTS
         weights = weights + (pm.to_fp32(masked_load(weight_ptr + col, col < cols, FULL)),)
     sums = zeros_of(TILES * PARTS * (1 + BIAS), LANES // PARTS)
+    end = tl.minimum(rows, row0 + ROW_GROUP)
+    next_xs, next_dys = (), ()
+    if AHEAD:
+        next_xs = held_row(x_ptr, row0, row0 < end, cols, TILES, FULL, PAIRED)
+        next_dys = held_row(dy_ptr, row0, row0 < end, cols, TILES, FULL, PAIRED)
     for i in range(ROW_GROUP):
         row = row0 + i
         inside = row < rows
-        xs = held_row(x_ptr, row, inside, cols, TILES, FULL, PAIRED)
-        dys = held_row(dy_ptr, row, inside, cols, TILES, FULL, PAIRED)
+        if AHEAD:
+            xs, dys = next_xs, next_dys
+            next_xs = held_row(x_ptr, row + 1, row + 1 < end, cols, TILES, FULL, PAIRED)
+            next_dys = held_row(dy_ptr, row + 1, row + 1 < end, cols, TILES, FULL, PAIRED)
+        else:
+            xs = held_row(x_ptr, row, inside, cols, TILES, FULL, PAIRED)
+            dys = held_row(dy_ptr, row, inside, cols, TILES, FULL, PAIRED)
         if dtotal_ptr is not None:
             dtotals = held_row(dtotal_ptr, row, inside, cols, TILES, FULL, PAIRED)
         rstd = tl.load(rstd_ptr + row, mask=inside, other=0.0)

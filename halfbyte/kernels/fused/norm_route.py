@@ -49,10 +49,14 @@ def _held_problem(one: NormGradient) -> Reason | None:
 
 
 def _held(one: NormGradient) -> Choice:
-    """16 values a thread; half where a row of two tiles has a gap."""
+    """16 values a thread; half where a row of two tiles has a gap.
+
+    A row ahead costs registers, and so programs: not where masks or a LayerNorm's means of one tile cost them already.
+    """
     full = one.normed.x.shape[1] % LANES == 0
     warps = triton.next_power_of_2(one.tiles) * (2 if one.tiles == 2 and not full else 1)
-    constants = {"TILES": one.tiles, "FULL": full, "PAIRED": one.are_words, "num_warps": warps}
+    ahead = one.tiles > 1 if one.normed.centered else full
+    constants = {"TILES": one.tiles, "FULL": full, "PAIRED": one.are_words, "AHEAD": ahead, "num_warps": warps}
     return one.choice("norm_backward_held_kernel", **constants)
 
 
