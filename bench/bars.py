@@ -2,9 +2,10 @@
 
     python -m bench.bars --out bench/results --seconds 540
 
-Each GPU has a queue's next entry at a time, with its share of the cores, and lines are printed as entries end; what has
-not begun when the time is over is named, what still runs is ended. Records are those of `python -m bench`; lines of
-`halfbyte compare` are printed as listings in bench/results/profiles have them.
+What the host paces is read first, with nothing beside it: a process that compiles for the other GPU slows that down.
+Then each GPU has a queue's next entry at a time, with its share of the cores. Lines are printed as entries end; what
+has not begun when the time is over is named, what still runs is ended, and `--only` chooses entries. Records are those
+of `python -m bench`; lines of `halfbyte compare` are printed as listings in bench/results/profiles have them.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Sequence
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import NamedTuple
 
@@ -27,9 +29,10 @@ from bench import machine, results
 
 STEPS = {"60m": 60, "125m": 60, "300m": 50, "1b": 40}
 """Optimizer steps of `halfbyte compare`, enough for a pace."""
+PACED_BY_THE_HOST = (("host/*", "eval/*"), ("steps/60m",))
 BENCHED = (
-    ("host/*", "eval/*"),
-    ("steps/60m", "steps/125m"),
+    *PACED_BY_THE_HOST,
+    ("steps/125m",),
     ("steps/moe-60m", "steps/moe-300m"),
     ("train/60m", "train/125m"),
     ("steps/300m",),
@@ -40,10 +43,11 @@ BENCHED = (
 
 
 class Entry(NamedTuple):
-    """One process: what it is called, and its command."""
+    """One process: what it is called, its command, and whether nothing may run beside it."""
 
     name: str
     command: tuple[str, ...]
+    alone: bool = False
 
 
 def entries(records: Path, folder: Path, commit: Sequence[str]) -> list[Entry]:
@@ -56,7 +60,7 @@ def entries(records: Path, folder: Path, commit: Sequence[str]) -> list[Entry]:
     """
     python = (sys.executable, "-m")
     bench = (*python, "bench", "--no-plain", "--no-peers", "--out", str(records), *commit)
-    benched = [Entry(" ".join(only), (*bench, "--only", *only)) for only in BENCHED]
+    benched = [Entry(" ".join(only), (*bench, "--only", *only), only in PACED_BY_THE_HOST) for only in BENCHED]
     compared = []
     for model, steps in STEPS.items():
         options = ("--steps", str(steps), "--compile", "on", "--eval-batches", "8")
@@ -82,7 +86,12 @@ class Queue:
         self._lock = threading.Lock()
 
     def run(self, gpus: Sequence[str], cores: Sequence[int]) -> None:
-        """Run what is waiting; the cores are shared out among the GPUs."""
+        """Run what is waiting, what is alone first; the cores are shared out among the GPUs."""
+        for entry in [entry for entry in self.waiting if entry.alone]:
+            if time.monotonic() >= self.until:
+                return
+            self.waiting.remove(entry)
+            self._one(entry, gpus[0])
         workers = [threading.Thread(target=self._work, args=place) for place in machine.places(gpus, cores)]
         for worker in workers:
             worker.start()
@@ -149,6 +158,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m bench.bars", description=__doc__.partition("\n")[0])
     parser.add_argument("--out", type=Path, default=Path("bench/results"), help="folder of the records")
     parser.add_argument("--seconds", type=float, default=540, help="of all of it")
+    parser.add_argument("--only", nargs="*", default=["*"], metavar="GLOB", help="entries, such as 'compare *'")
     parser.add_argument("--commit", help="what to record where the sources lie outside a git checkout")
     options = parser.parse_args(arguments)
     gpus = machine.visible_gpus()
@@ -159,7 +169,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     commit = ("--commit", options.commit) if options.commit else ()
     records = options.out.resolve()
     before = set(records.glob("*.jsonl"))
-    queue = Queue(entries(records, folder, commit), folder, time.monotonic() + options.seconds)
+    found = entries(records, folder, commit)
+    chosen = [entry for entry in found if any(fnmatchcase(entry.name, glob) for glob in options.only)]
+    if not chosen:
+        parser.error(f"--only {' '.join(options.only)}: entries are {'; '.join(entry.name for entry in found)}")
+    queue = Queue(chosen, folder, time.monotonic() + options.seconds)
     queue.run(gpus, sorted(os.sched_getaffinity(0)))
     for path in sorted(set(records.glob("*.jsonl")) - before):
         if path.stat().st_size:  # else it was ended before it had said what it is

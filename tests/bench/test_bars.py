@@ -25,8 +25,29 @@ def test_every_case_of_a_step_and_of_the_host_is_run_once(tmp_path):
     assert all(command[command.index("--out") + 1] == str(tmp_path / "records") for command in benched)
 
 
-def entry(name, text):
-    return bars.Entry(name, (sys.executable, "-c", text))
+def test_what_the_host_paces_runs_alone(tmp_path):
+    found = bars.entries(tmp_path, tmp_path, ())
+    assert [entry.name for entry in found if entry.alone] == ["host/* eval/*", "steps/60m"]
+
+
+def entry(name, text, alone=False):
+    return bars.Entry(name, (sys.executable, "-c", text), alone)
+
+
+def test_what_runs_alone_runs_first_and_has_all_cores(tmp_path, capsys):
+    text = f"import os, time; open('{tmp_path}/NAME.begun', 'w'); time.sleep(0.2); "
+    text += f"print(len(os.sched_getaffinity(0)), len(os.listdir('{tmp_path}')))"
+    waiting = [entry(name, text.replace("NAME", name), name in "bd") for name in "abcd"]
+    queue = bars.Queue(waiting, tmp_path, time.monotonic() + 60)
+    queue.run(["3", "5"], sorted(os.sched_getaffinity(0))[:2])
+    order = [line.split(":")[0] for line in capsys.readouterr().out.splitlines()]
+    assert order[:2] == ["b", "d"] and set(order[2:]) == {"a", "c"} and not queue.waiting
+    every, there = len(os.sched_getaffinity(0)), [(1, "b"), (2, "d")]  # files begun when it ends, besides outputs
+    for count, name in there:
+        assert (tmp_path / f"{name}.txt").read_text().split() == [str(every), str(2 * count)], name
+    late = bars.Queue([entry("b", "", True)], tmp_path, time.monotonic())
+    late.run(["3"], sorted(os.sched_getaffinity(0)))
+    assert [e.name for e in late.waiting] == ["b"], "the clock holds for it too"
 
 
 def test_each_gpu_has_one_entry_at_a_time(tmp_path, capsys):
@@ -104,6 +125,17 @@ def test_what_was_not_begun_is_named_and_no_success(tmp_path, capsys, monkeypatc
     assert bars.main(["--out", str(tmp_path), "--seconds", "0"]) == 1
     assert capsys.readouterr().out.splitlines() == ["not begun: one", "not begun: two"]
     assert bars.main(["--out", str(tmp_path), "--seconds", "60"]) == 0
+
+
+def test_entries_are_chosen_by_name(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(bars, "entries", lambda *_: [entry("steps/1b", ""), entry("train/1b", ""), entry("other", "")])
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 1)
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    assert bars.main(["--out", str(tmp_path), "--only", "*/1b", "--seconds", "60"]) == 0
+    assert [line.split(":")[0] for line in capsys.readouterr().out.splitlines()] == ["steps/1b", "train/1b"]
+    with pytest.raises(SystemExit):
+        bars.main(["--out", str(tmp_path), "--only", "steps/2b"])
+    assert "entries are steps/1b; train/1b; other" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
