@@ -1,6 +1,6 @@
 # Everything a clone needs: `make train` and `make test` set themselves up in .venv. Needs Python 3.11+, make and gcc.
 #   make train       train the same small model in every recipe and write a table and a plot to runs/compare
-#   make test        tests that need no GPU, of families of cases that take long a fourth a day (tests/sampling.py); make test-full: all
+#   make test        tests that need no GPU, of what takes long a fourth a day (tests/sampling.py); make test-full: all
 #   make test-gpu    the GPU tests, with this machine's own python3
 #   make test-targets   a sample of what the launchers launch, recorded and compiled for every GPU without one, a third a day (some
 #                       minutes on two cores), by which files of kernels/ a call goes, and what kernels' PTX computes, emulated;

@@ -30,7 +30,7 @@ if importlib.util.find_spec("hypothesis"):  # tests/gpu runs on machines without
 
 def pytest_addoption(parser):
     today = datetime.datetime.now(datetime.UTC).date()
-    parser.addoption("--day", default=today.isoformat(), help="whose draw from the families in sampled.txt to run")
+    parser.addoption("--day", default=today.isoformat(), help="whose draw from sampled.txt and long.txt to run")
 
 
 @pytest.hookimpl(tryfirst=True)

@@ -1,7 +1,8 @@
-"""Of families of cases that take long, a fourth a day: what `make test` leaves out is marked `full`.
+"""Of what takes long, a fourth a day: what `make test` leaves out is marked `full`.
 
 A family is a test function with its parameters. Those listed in `sampled.txt` are drawn from by the day, alike in every
-process of a run, so that all of their cases run within some days, and at every change those of that day do.
+process of a run, so that all of their cases run within some days, and at every change those of that day do. Functions
+and files that take long by themselves are listed in `long.txt`, of which a fourth is drawn in the same way.
 `make test-full` and `make test-distributed-full` run all; `--day 2026-11-27` repeats a day's choice.
 """
 
@@ -17,11 +18,12 @@ import pytest
 
 SHARE = 1 / 4
 LIST = Path(__file__).with_name("sampled.txt")
+LONG = Path(__file__).with_name("long.txt")
 
 
-def listed() -> frozenset[str]:
-    """Return the families that are drawn from, as path::function."""
-    return frozenset(line for line in LIST.read_text().splitlines() if line and not line.startswith("#"))
+def listed(path: Path = LIST) -> frozenset[str]:
+    """Return what a list names: families as path::function, of the long ones files too."""
+    return frozenset(line for line in path.read_text().splitlines() if line and not line.startswith("#"))
 
 
 def family(nodeid: str) -> str:
@@ -42,10 +44,19 @@ def left_out(nodeids: Iterable[str], families: Iterable[str], day: str) -> set[s
     return out
 
 
+def left_out_of_long(nodeids: Iterable[str], names: Iterable[str], day: str) -> set[str]:
+    """Return which of these tests a day leaves out, of those that names name one by one or by their file."""
+    nodeids, names = list(nodeids), sorted(names)
+    kept = set(random.Random(f"{day} long").sample(names, math.ceil(SHARE * len(names))))
+    of_name = {nodeid: {family(nodeid), family(nodeid).split("::")[0]} & set(names) for nodeid in nodeids}
+    return {nodeid for nodeid, found in of_name.items() if found and not found & kept}
+
+
 def mark(items: list[pytest.Item], day: str) -> None:
     """Mark what a day leaves out as `full`; what is `full` by itself is no part of the draw."""
     open_to = [item for item in items if item.get_closest_marker("full") is None]
-    out = left_out((item.nodeid for item in open_to), listed(), day)
+    nodeids = [item.nodeid for item in open_to]
+    out = left_out(nodeids, listed(), day) | left_out_of_long(nodeids, listed(LONG), day)
     for item in open_to:
         if item.nodeid in out:
             item.add_marker(pytest.mark.full)

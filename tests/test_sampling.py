@@ -30,8 +30,30 @@ def test_a_family_is_never_left_out_whole(count):
     assert len(sampling.left_out(CASES[:count], FAMILIES, "2026-11-27")) == count - (count + 3) // 4
 
 
+LONG = ["a/test_b.py", "a/test_c.py::test_d", "a/test_c.py::test_e", "a/test_f.py", "a/test_g.py"]
+LONG_ONES = [f"tests/{name}" for name in LONG[1:3]]
+LONG_ONES += [f"tests/{path}::test_{n}" for path in (LONG[0], *LONG[3:]) for n in range(3)]
+SHORT = ["tests/a/test_c.py::test_other", "tests/a/test_c.py::test_d_too", "tests/b/test_b.py::test_0"]
+
+
+def test_a_day_keeps_a_fourth_of_what_is_long_by_itself_files_as_a_whole():
+    days = [f"2026-11-{day:02d}" for day in range(1, 31)]
+    kept = [set(LONG_ONES) - sampling.left_out_of_long([*LONG_ONES, *SHORT], LONG, day) for day in days]
+    for day, found in zip(days, kept, strict=True):
+        units = {name for name in LONG for nodeid in found if nodeid.startswith(f"tests/{name}")}
+        assert len(units) == 2, "five, a fourth rounded up"
+        assert found == {nodeid for nodeid in LONG_ONES if any(nodeid.startswith(f"tests/{name}") for name in units)}
+        out = sampling.left_out_of_long([*SHORT, *LONG_ONES[::-1]], LONG, day)
+        assert out == set(LONG_ONES) - found, "alike in whatever order"
+        assert sampling.left_out_of_long(LONG_ONES[:1], LONG, day) == out & set(LONG_ONES[:1]), "whatever else is run"
+    assert set.union(*kept) == set(LONG_ONES), "one that thirty days leave out"
+
+
 def test_what_is_listed_exists():
-    for name in sampling.listed():
+    for name in (*sampling.listed(), *sampling.listed(sampling.LONG)):
+        if "::" not in name:
+            assert (TESTS / name).is_file(), name
+            continue
         path, *owners, function = name.split("::")
         body = ast.parse((TESTS / path).read_text(encoding="utf-8")).body
         for owner in owners:
