@@ -19,8 +19,8 @@ from halfbyte.verify.record import Finding
 GROUP = "norms and activations"
 SHAPES = ((256, 512), (37, 83), (33, 1536), (0, 64))
 NON_FINITE = SHAPES[2]
-WIDE = (17, 4104)  # rows that no program holds whole
 """Only this one: a NaN of one row makes every element of the weight's gradient NaN."""
+WIDE = (17, 4104)  # rows that no program holds whole
 DTYPES = (torch.bfloat16, torch.float32)
 NEXT: dict[str, tuple[NVFP4 | None, NVFP4 | None]] = {
     "no amax": (None, None),
