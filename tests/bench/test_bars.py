@@ -90,10 +90,10 @@ def test_speeds_are_read_from_the_table_of_compare(tmp_path):
 
 
 def test_a_record_is_printed_with_its_bars():
-    path = next(results.FOLDER.glob("nvidia-h200-20261128T174415-1e63df78.jsonl"))
+    path = next(results.FOLDER.glob("nvidia-h200-20261129T020003-53eedd15.jsonl"))
     head, first, *_ = bars.lines_of(path)
-    assert head.endswith("-1e63df78.jsonl: NVIDIA H200")
-    assert first.split() == ["steps/60m", "16x2048", "1.225", "x", "bf16", "least", "1.3/1.15"]
+    assert head.endswith("-53eedd15.jsonl: NVIDIA H200")
+    assert first.split() == ["steps/60m", "16x2048", "1.231", "x", "bf16", "least", "1.3/1.15"]
 
 
 def test_records_are_in_their_folder_whatever_the_clock_ends(tmp_path, capsys, monkeypatch):
