@@ -73,8 +73,6 @@ SPILLS = {
 
 Where there is no PTX no launch is tuned yet: what spills there is printed, and listed in docs/hardware.md.
 """
-SPILLS_OF_SUMS = {("rows_tma_kernel", "sm_90"): 48}
-"""The same of launches that add to what `out` holds: no layer makes this one, a caller of the op may."""
 NEWER = (3, 9)
 SPILLS_OF_NEWER = {("amax_rotated_kernel", "sm_90"): 40}
 """What more is known from Triton 3.9 on, with which nothing is tuned: fresh signs of 64 values."""
@@ -104,12 +102,6 @@ class Specialized:
         """What decides the machine code."""
         function = f"{self.kernel.module}.{self.kernel.fn.__qualname__}"
         return repr((function, self.signature, self.constants, self.attributes, sorted(self.options.items())))
-
-    @property
-    def adds(self) -> bool:
-        """Whether it adds to what its output holds."""
-        names = list(self.signature)
-        return any(names[place[0]] == "ACCUMULATE" and value is True for place, value in self.constants.items())
 
     @property
     def name(self) -> str:
@@ -242,8 +234,7 @@ class Recorded:
         """Say why a compiled kernel does not belong on its target, or None; what is not tuned may spill."""
         key = self.launch.kernel.fn.__name__, self.target.name
         is_newer = tuple(map(int, triton.__version__.split(".")[:2])) >= NEWER
-        tables = (SPILLS, SPILLS_OF_NEWER if is_newer else {}, SPILLS_OF_SUMS if self.launch.adds else {})
-        known = max(table.get(key, 0) for table in tables)
+        known = max(SPILLS.get(key, 0), SPILLS_OF_NEWER.get(key, 0) if is_newer else 0)
         most = known if self.tuned and self.target.ptx else UNLIMITED
         problem = outcome if isinstance(outcome, str) else outcome.problem(most)
         return problem and f"{problem}: {self.launch.name}, as in {self.scenario}"

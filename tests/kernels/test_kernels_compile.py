@@ -178,8 +178,8 @@ class Kernel:
 kernel_named = lru_cache(Kernel)
 
 
-def one(name, target, tuned, scenario="a call", adds=False):
-    launch = SimpleNamespace(kernel=kernel_named(name), name=name, adds=adds)
+def one(name, target, tuned, scenario="a call"):
+    launch = SimpleNamespace(kernel=kernel_named(name), name=name)
     return record.Recorded(launch, record.TARGETS[target], scenario, tuned)
 
 
@@ -196,22 +196,6 @@ def test_known_spills_do_not_grow():
     assert tuned.problem(record.Usage(target, 9, most, 0)) is None
     assert "spills" in tuned.problem(record.Usage(target, 9, most + 4, 0))
     assert "spills" in one(name, "sm_90", True).problem(record.Usage("sm_90", 9, most, 0))
-
-
-def test_a_spill_that_is_known_of_sums_is_none_of_other_launches():
-    ((name, target), most) = next(iter(record.SPILLS_OF_SUMS.items()))
-    known, grown = (record.Usage(target, 9, count, 0) for count in (most, most + 4))
-    assert one(name, target, True, adds=True).problem(known) is None
-    assert "spills" in one(name, target, True, adds=True).problem(grown)
-    assert "spills" in one(name, target, True).problem(known)
-
-    def launch(**constants):
-        places = {(1 + i,): value for i, value in enumerate(constants.values())}
-        signature = {"out": "*bf16", **dict.fromkeys(constants, "constexpr")}
-        return record.Specialized(kernel_named(name), signature, places, {}, {"num_warps": 4})
-
-    assert launch(BM=128, ACCUMULATE=True).adds
-    assert not launch(BM=True, ACCUMULATE=False).adds and not launch(BM=128).adds
 
 
 def test_a_sample_has_every_kernel_on_every_target():
