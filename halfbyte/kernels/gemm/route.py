@@ -420,6 +420,8 @@ def _rows_tma(groups: GroupProducts) -> Choice:
     (M, N), count = groups.out.shape, groups.groups
     out_tma = describable(groups.out) and not groups.accumulate
     tiles = _map_tiles(groups, plain_stores=not out_tma)
+    if groups.accumulate:  # what it adds to takes registers that the paired tile does not have
+        tiles = tuple(tile for tile in tiles if tile != PAIRED_TILE)
     tile = _cheapest(tiles, count, (ceil_div(M, count), N, groups.K), target_of(groups.out.device))
     plan = GroupedPlan(True, tile, out_tma, _stacked(groups.b, groups.K))
     return _grouped("rows_tma_kernel", groups, _rows_work(groups, tile), plan)
