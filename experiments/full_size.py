@@ -31,8 +31,7 @@ if __name__ == "__main__":  # a file of a folder that is no package
 
 from bench.gather import counted
 from bench.zero import synchronize
-from halfbyte import cli
-from halfbyte.train import files
+from halfbyte import cli, files
 from halfbyte.train.checkpoint import Checkpoints
 from halfbyte.train.loop import Trainer
 

@@ -10,6 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from halfbyte import files
+
 SMALLEST = -20
 """The lowest power of 2, relative to the largest magnitude, that a histogram shows."""
 NAME_WIDTH = 46
@@ -66,8 +68,14 @@ def heat_map(
     axes.set_yticks(range(len(rows)), [short_name(row) for row in rows], fontsize=8)
     figure.colorbar(image, ax=axes)
     axes.set_title(title, fontsize=10)
+    _save(figure, paths)
+
+
+def _save(figure: Any, paths: Sequence[Path]) -> None:
+    """Write a figure to each path, whole or not at all, in the format that its ending names."""
     for path in paths:
-        figure.savefig(path, dpi=140)
+        with files.atomic(path) as file:
+            figure.savefig(file, format=path.suffix.removeprefix("."), dpi=140)
 
 
 def magnitudes(t: Tensor) -> list[float]:
@@ -97,5 +105,4 @@ def histograms(paths: Sequence[Path], shares: Mapping[str, Sequence[float]], tit
         axes.set_visible(False)
     figure.suptitle(title, fontsize=10)
     figure.supxlabel("log₂ of the magnitude over the largest", fontsize=9)
-    for path in paths:
-        figure.savefig(path, dpi=140)
+    _save(figure, paths)

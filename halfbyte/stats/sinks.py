@@ -9,6 +9,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+from halfbyte import files
 from halfbyte.stats.figures import NOISE_LIMIT
 from halfbyte.stats.table import HEAD, PRODUCT_HEAD, StepStatistics
 
@@ -30,9 +31,7 @@ class JSONL:
         self.path = Path(path)
         if after is not None and self.path.exists():
             kept = [record for record in read_records(self.path) if record["step"] <= after]
-            aside = self.path.with_name(f".{self.path.name}.tmp")
-            aside.write_text(as_lines(kept), encoding="utf-8")
-            aside.replace(self.path)
+            files.write_text(self.path, as_lines(kept))
 
     def write(self, statistics: StepStatistics) -> None:
         """Append the records of a step."""

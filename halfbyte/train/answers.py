@@ -14,7 +14,7 @@ import torch.nn.functional as F
 import tyro
 from torch import Tensor, nn
 
-from halfbyte.train import files
+from halfbyte import files
 from halfbyte.train.asked import read_options
 from halfbyte.train.documents import BOM
 from halfbyte.train.fields import check_positive

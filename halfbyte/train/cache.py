@@ -8,7 +8,7 @@ import sys
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
-from halfbyte.train import files
+from halfbyte import files
 
 NAMES = "[0-9a-f]" * 16 + "-*"
 """What files in a cache are called: the beginning of the text's hash, and what they are."""

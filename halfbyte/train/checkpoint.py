@@ -16,7 +16,8 @@ from typing import Any
 
 import torch
 
-from halfbyte.train import environment, extension, files
+from halfbyte import files
+from halfbyte.train import environment, extension
 from halfbyte.train.background import Background
 from halfbyte.train.ranks import World
 

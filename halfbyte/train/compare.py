@@ -14,7 +14,8 @@ from pathlib import Path
 
 import torch
 
-from halfbyte.train import auto, data, divergence, files, folder, loop, measure, plot, progress, treatment
+from halfbyte import files
+from halfbyte.train import auto, data, divergence, folder, loop, measure, plot, progress, treatment
 from halfbyte.train import model as models
 from halfbyte.train.config import TrainConfig
 from halfbyte.train.ranks import World

@@ -8,7 +8,8 @@ import shutil
 import stat
 from pathlib import Path
 
-from halfbyte.train import auto, checkpoint, environment, extension, files, log, sampled, tune
+from halfbyte import files
+from halfbyte.train import auto, checkpoint, environment, extension, log, sampled, tune
 from halfbyte.train.config import TrainConfig, differences
 from halfbyte.train.data import Data
 from halfbyte.train.recorded import CHECKPOINTS, CONFIG, LAYERS, RESULT, TENSORBOARD, read_result, recorded_config

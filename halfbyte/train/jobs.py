@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from halfbyte.train import files
+from halfbyte import files
 from halfbyte.train.config import DataConfig, OptimConfig, RunConfig, TrainConfig, TuneConfig
 from halfbyte.train.mesh_config import MeshConfig
 from halfbyte.train.signals import Interrupts

@@ -12,7 +12,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from halfbyte.train import divergence, files, log, treatment
+from halfbyte import files
+from halfbyte.train import divergence, log, treatment
 from halfbyte.train.recorded import RESULT, read_result, speed
 
 TABLE, VALUES, FIGURE = "league.md", "league.json", "league.png"

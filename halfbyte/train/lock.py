@@ -16,7 +16,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-from halfbyte.train import files
+from halfbyte import files
 
 NAME = ".lock"
 PATIENCE = 2.0

@@ -7,7 +7,7 @@ import math
 import os
 from pathlib import Path
 
-from halfbyte.train import files
+from halfbyte import files
 
 NAME, BOARD = "log.jsonl", "tensorboard"
 

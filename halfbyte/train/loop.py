@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 import halfbyte as hb
+from halfbyte import files
 from halfbyte.functional import distillation_loss
 from halfbyte.nn.linear import describe_recipe
 from halfbyte.nn.streams import FollowsRecipe
@@ -25,7 +26,6 @@ from halfbyte.train import (
     checkpoint,
     divergence,
     environment,
-    files,
     folder,
     graphs,
     lock,

@@ -11,9 +11,10 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
+from halfbyte import files
 from halfbyte.arguments import ArgumentParser, given_path
 from halfbyte.stats.figures import NOISE_LIMIT, PRODUCTS, SIDES
-from halfbyte.train import divergence, files, folder, league, log, sampled
+from halfbyte.train import divergence, folder, league, log, sampled
 from halfbyte.train.compare import RESULTS
 from halfbyte.train.drawing import Series, chart, heat_table, scrolled, text_table
 from halfbyte.train.recorded import speed

@@ -5,8 +5,9 @@ from __future__ import annotations
 import io
 from pathlib import Path
 
+from halfbyte import files
 from halfbyte.stats.pictures import empty_figure
-from halfbyte.train import divergence, files, log
+from halfbyte.train import divergence, log
 
 COLOURS = ("#222222", "#0072B2", "#009E73", "#E69F00", "#D55E00", "#CC79A7", "#56B4E9", "#8B6F47")
 """The first recipe black, the others from Okabe and Ito's palette, told apart by colour-blind readers too."""

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from halfbyte.train import environment, files
+from halfbyte import files
+from halfbyte.train import environment
 
 CONFIG, RESULT, LAYERS = "config.json", "result.json", "layers.txt"
 CHECKPOINTS, TENSORBOARD = "checkpoints", "tensorboard"

@@ -7,10 +7,9 @@ from pathlib import Path
 
 from torch import nn
 
-from halfbyte import stats
+from halfbyte import files, stats
 from halfbyte.nn.streams import FollowsRecipe
 from halfbyte.stats.sinks import as_lines
-from halfbyte.train import files
 from halfbyte.train.log import Log, Silent
 from halfbyte.train.ranks import World
 

@@ -21,7 +21,8 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta, TensorStorageMetadata
 
-from halfbyte.train import checkpoint, files
+from halfbyte import files
+from halfbyte.train import checkpoint
 from halfbyte.train.checkpoint import FACTS, REMEDY
 from halfbyte.train.ranks import Elsewhere, World
 

@@ -11,7 +11,7 @@ import tyro
 from rich.console import Console
 from rich.table import Table
 
-from halfbyte import convert, recipes, stats
+from halfbyte import convert, files, recipes, stats
 from halfbyte.nn.linear import describe_recipe
 from halfbyte.policy import Keep
 from halfbyte.spec import Recipe
@@ -19,7 +19,6 @@ from halfbyte.stats.inspection import RECIPES, WEIGHT_HEAD, InspectReport
 from halfbyte.stats.sensitivity import BUDGET, HEAD
 from halfbyte.stats.sinks import WIDTH
 from halfbyte.stats.table import HEAD as STEP_HEAD
-from halfbyte.train import files
 from halfbyte.train import options as words
 from halfbyte.train.asked import read_options
 from halfbyte.train.subject import Subject, load_subject

@@ -20,11 +20,12 @@ import torch
 from torch import nn
 
 import halfbyte as hb
+from halfbyte import files
 from halfbyte.arguments import ArgumentParser, given_path
 from halfbyte.nn.linear import LinearLayer
 from halfbyte.nn.streams import FollowsRecipe
 from halfbyte.spec import GemmSpec, Recipe
-from halfbyte.train import commands, data, files, folder, jobs, league, log, loop, treatment
+from halfbyte.train import commands, data, folder, jobs, league, log, loop, treatment
 from halfbyte.train import config as configs
 from halfbyte.train import model as models
 from halfbyte.train.config import TrainConfig

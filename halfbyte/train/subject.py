@@ -12,7 +12,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from halfbyte.train import checkpoint, files, folder, tokenizer
+from halfbyte import files
+from halfbyte.train import checkpoint, folder, tokenizer
 from halfbyte.train import model as models
 from halfbyte.train.moe import MoEConfig
 

@@ -15,6 +15,7 @@ from importlib import metadata
 
 import torch
 
+from halfbyte import files
 from halfbyte.arguments import ArgumentParser, given_path
 from halfbyte.kernels.target import find
 from halfbyte.ops.backends import BACKENDS, PORTABLE, REFERENCE, TRITON, backends, choose
@@ -51,7 +52,7 @@ def main(arguments: list[str]) -> int:
         print(file=sys.stderr)  # ends the line that counted
     if options.report is not None:
         written = {"time": datetime.now(UTC).isoformat(timespec="seconds"), **report.as_json()}
-        options.report.write_text(json.dumps(written, indent=1) + "\n", encoding="utf-8")
+        files.write_text(options.report.resolve(), json.dumps(written, indent=1) + "\n")
     if options.json:
         print(json.dumps(report.as_json(), indent=1))
     elif options.row:
@@ -92,8 +93,8 @@ def _check_report(options: argparse.Namespace) -> None:
         raise ValueError(
             f"--report {options.report}: is about this machine, not about --against; leave one of them out"
         )
-    if not options.report.parent.is_dir() or options.report.is_dir():
-        raise ValueError(f"--report {options.report}: give a file in a folder that is there")
+    if not options.report.parent.is_dir() or (options.report.exists() and not options.report.is_file()):
+        raise ValueError(f"--report {options.report}: give a file in a folder that is there; --json prints the report")
 
 
 def _device(asked: str | None) -> torch.device:

@@ -17,7 +17,8 @@ sys.path.insert(0, str(Path(__file__).parent.parent / "distributed"))
 import ranks
 import train_checks as checks
 
-from halfbyte.train import checkpoint, files, loop, sharded
+from halfbyte import files
+from halfbyte.train import checkpoint, loop, sharded
 from halfbyte.train import folder as folders
 from halfbyte.train.ranks import Elsewhere
 

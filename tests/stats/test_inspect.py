@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import csv
 import dataclasses
+import errno
 import math
+import os
 
 import pytest
 import torch
@@ -85,6 +88,21 @@ def test_files(report, tmp_path):
     assert [path.name for path in paths] == ["heatmap.png", "heatmap.svg", "histograms.png", "histograms.svg"]
     assert all(path.stat().st_size > 2000 for path in paths)
     assert b"1.down" in paths[1].read_bytes() or b"<svg" in paths[1].read_bytes()
+
+
+def test_a_picture_is_whole_or_as_it_was(report, tmp_path, monkeypatch):
+    from matplotlib.figure import Figure
+
+    def on_a_full_disk(self, file, **_):
+        with open(file, "wb") if isinstance(file, str | os.PathLike) else contextlib.nullcontext(file) as opened:
+            opened.write(b"half of it")
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+    before = {path: path.read_bytes() for path in report.draw(tmp_path)}
+    monkeypatch.setattr(Figure, "savefig", on_a_full_disk)
+    with pytest.raises(OSError, match=r"what was saved before is whole: .*heatmap\.png"):
+        report.draw(tmp_path)
+    assert {path: path.read_bytes() for path in tmp_path.iterdir()} == before, "and nothing lies beside them"
 
 
 def test_a_notebook_shows_it(report):

@@ -6,7 +6,8 @@ import zipfile
 import pytest
 import torch
 
-from halfbyte.train import checkpoint, files
+from halfbyte import files
+from halfbyte.train import checkpoint
 
 IDENTITY = {"recipe": "bf16", "seed": 0}
 

@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from halfbyte.train import corpus, files
+from halfbyte import files
+from halfbyte.train import corpus
 
 
 @pytest.fixture

@@ -9,8 +9,8 @@ from dataclasses import replace
 
 import pytest
 
-from halfbyte import cli
-from halfbyte.train import checkpoint, files, log, loop
+from halfbyte import cli, files
+from halfbyte.train import checkpoint, log, loop
 
 pytest.importorskip("tyro")
 

@@ -9,8 +9,8 @@ from dataclasses import replace
 import pytest
 import torch
 
-from halfbyte import cli
-from halfbyte.train import compare, config, files, log, loop, page, signals, treatment
+from halfbyte import cli, files
+from halfbyte.train import compare, config, log, loop, page, signals, treatment
 
 UNSEEN, HELD_OUT_ONLY = ord("#"), ord("@")
 """Bytes that the corpus lacks; those that stand at its end alone."""

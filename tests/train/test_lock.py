@@ -16,8 +16,8 @@ from pathlib import Path
 
 import pytest
 
-from halfbyte import cli
-from halfbyte.train import files, lock, log
+from halfbyte import cli, files
+from halfbyte.train import lock, log
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 pytest.importorskip("tyro")

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 from concurrent.futures import ThreadPoolExecutor
 from itertools import islice
 
@@ -11,7 +13,7 @@ import torch
 
 from halfbyte import cli
 from halfbyte.ops import gemm, quantization
-from halfbyte.verify import kernels, plan, record
+from halfbyte.verify import command, kernels, plan, record
 from halfbyte.verify.compare import difference, relative_error
 from halfbyte.verify.fingerprint import EXPECTED, fingerprint
 from halfbyte.verify.invariants import invariants
@@ -147,6 +149,28 @@ def test_a_report_in_a_file_is_what_json_prints(capsys, tmp_path):
     for options in (["--report", str(tmp_path / "none" / "a.json")], ["--report", str(path), "--against", "torchao"]):
         assert cli.main(["verify", *options]) == cli.USER_ERROR
         assert "--report" in capsys.readouterr().err
+
+
+def test_a_report_is_whole_or_as_it_was_where_a_link_leads_to(capsys, monkeypatch, tmp_path):
+    (tmp_path / "kept").mkdir()
+    path, link, pipe = tmp_path / "kept" / "machine.json", tmp_path / "link.json", tmp_path / "pipe"
+    link.symlink_to(path)
+    os.mkfifo(pipe)
+    here = {"device": "CPU", "versions": "torch 2"}
+    found = record.Verification(machine=here, checks=[], fingerprint="0123456789ab")
+    monkeypatch.setattr(command, "verify", lambda *_, **__: found)
+    assert cli.main(["verify", "--device", "cpu", "--report", str(link)]) == 0
+    before = path.read_text()
+    assert link.is_symlink() and json.loads(before)["checks"] == []
+    assert cli.main(["verify", "--device", "cpu", "--report", str(pipe)]) == cli.USER_ERROR, "nobody reads it"
+    assert "--json prints the report" in capsys.readouterr().err
+
+    def on_a_full_disk(descriptor):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", on_a_full_disk)
+    assert cli.main(["verify", "--device", "cpu", "--report", str(path)]) == cli.USER_ERROR
+    assert path.read_text() == before and [p.name for p in path.parent.iterdir()] == ["machine.json"]
 
 
 def test_a_failure_is_the_exit_status_and_in_every_form(capsys, monkeypatch):
