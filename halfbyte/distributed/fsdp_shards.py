@@ -47,7 +47,7 @@ class RowShards(NamedTuple):
     @property
     def sent_tile_rows(self) -> int:
         """Rows of tiles in everybody's message: the most that any rank has."""
-        return max(stop - start for start, stop in map(self.tile_rows_of, range(self.world)))
+        return ceil_div(self.chunk, self.height)  # rank 0's, whose rows are the most and begin with a tile
 
     @property
     def message_bytes(self) -> int:
