@@ -56,6 +56,7 @@ from halfbyte.stats.table import HEAD, StepStatistics, aligned_table
 RECIPES = ("nvfp4", "four_over_six", "mxfp8")
 CHANNEL_SHARE, CHANNEL_TIMES = 0.1, 10.0
 """A channel is an outlier if this share of its values are outliers, this many times the share of the whole tensor."""
+EVERY_BLOCK = Keep(last_fraction=0)
 TINY = 1e-4
 """Times the median of the other layers' gradients: below, a layer hardly learns."""
 WEIGHT_HEAD = (
@@ -340,6 +341,7 @@ def inspect(
     recipes: Sequence[Recipe | str] = RECIPES,
     budget: float = BUDGET,
     by: Literal["layer", "kind"] = "layer",
+    keep: Keep = EVERY_BLOCK,
 ) -> InspectReport:
     """Say which layers and operands of a model lose most under which recipe, and what to keep in high precision.
 
@@ -352,6 +354,8 @@ def inspect(
         recipes: to measure weights under; the step runs under the first.
         budget: share of the linear layers' FLOPs that the proposal may put in high precision.
         by: as for `hb.stats.sensitivity`.
+        keep: layers that the step leaves in high precision where the model is not converted; by default heads,
+            embeddings, routers and adapters, and no block.
 
     Returns:
         InspectReport.
@@ -373,7 +377,7 @@ def inspect(
     losses = [weight_loss(name, weight, recipe) for recipe in chosen for name, weight in weights.items()]
     step = ranking = None
     if batch is not None:
-        step, ranking = _step(model, batch, chosen[0], by)
+        step, ranking = _step(model, batch, chosen[0], by, keep)
     return InspectReport(
         weights=tuple(loss for loss in losses if loss.operands),
         spreads={name: _spread(weight) for name, weight in weights.items()},
@@ -409,9 +413,9 @@ def _checked(model: Any, batch: Any, recipes: Any) -> list[Recipe]:
 
 
 def _step(
-    model: nn.Module, batch: Any, recipe: Recipe, by: Literal["layer", "kind"]
+    model: nn.Module, batch: Any, recipe: Recipe, by: Literal["layer", "kind"], keep: Keep
 ) -> tuple[StepStatistics, SensitivityReport]:
-    """Run one step of a copy of the model under a recipe in all layers but heads, routers and adapters."""
+    """Run one step of a copy of the model under a recipe in all layers that are not kept."""
     twin = copy.deepcopy(model)
     experts = [module for module in twin.modules() if isinstance(module, GroupedRecipe) and module.recipe.specs]
     layers = [module for module in twin.modules() if isinstance(module, Linear)] + experts
@@ -419,7 +423,7 @@ def _step(
         for layer in layers:
             layer.recipe = recipe
     else:
-        quantize_(twin, recipe, keep=Keep(last_fraction=0))
+        quantize_(twin, recipe, keep=keep)
 
     def run() -> Tensor:
         if callable(batch):

@@ -11,7 +11,7 @@ import tyro
 from rich.console import Console
 from rich.table import Table
 
-from halfbyte import convert, files, recipes, stats
+from halfbyte import convert, files, stats
 from halfbyte.nn.linear import describe_recipe
 from halfbyte.policy import Keep
 from halfbyte.spec import Recipe
@@ -19,7 +19,6 @@ from halfbyte.stats.inspection import RECIPES, WEIGHT_HEAD, InspectReport
 from halfbyte.stats.sensitivity import BUDGET, HEAD
 from halfbyte.stats.sinks import WIDTH
 from halfbyte.stats.table import HEAD as STEP_HEAD
-from halfbyte.train import options as words
 from halfbyte.train.asked import read_options
 from halfbyte.train.subject import Subject, load_subject
 from halfbyte.train.treatment import treatment_of
@@ -27,6 +26,7 @@ from halfbyte.values import split_outside
 
 SHOWN = 40
 """Rows of a table; the CSV has all."""
+DEFAULT = "nvfp4"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,7 +59,7 @@ class InspectOptions:
     text: Path | None = None
     """A text, of which one step is run: activations, gradients and the proposal come from it."""
     recipes: str = ",".join(RECIPES)
-    """To measure weights under, separated by commas; the step runs under the first."""
+    """To measure weights under, separated by commas; the step runs under the first, of heads too with `@all` behind."""
     out: Path = Path("runs/inspect")
     """Folder of inspect.csv, the heat-map and the histograms."""
     step: Annotated[Text, tyro.conf.arg(name="")] = Text()
@@ -74,7 +74,7 @@ class SensitivityOptions:
     text: Path
     """A text, of which one step is run."""
     recipe: str = ""
-    """Of the layers; by default that of the run, else nvfp4."""
+    """Of the layers, of heads too with `@all` behind it; by default that of the run, else nvfp4."""
     by: Literal["kind", "layer"] = "kind"
     """Try layers together whose names differ in numbers only, or every layer alone."""
     operands: bool = True
@@ -118,7 +118,7 @@ def inspect_command(arguments: list[str]) -> int:
     """Run `halfbyte inspect`; returns 0."""
     options: InspectOptions = _parse(InspectOptions, "inspect", arguments)
     asked = [word for word in split_outside(options.recipes, ",") if word]
-    chosen = {word: words.read(word) for word in asked}
+    chosen = {word: _of_a_step(word, "recipes") for word in asked}
     if not chosen:
         raise ValueError("recipes='': name at least one")
     if len(chosen) < len(asked):
@@ -128,8 +128,11 @@ def inspect_command(arguments: list[str]) -> int:
     batch = None
     if options.text is not None:
         batch = _in_dtype(subject.batch(options.text, step.batch, step.sequence), step.dtype)
-    found = stats.inspect(subject.model, batch, recipes=list(chosen.values()), budget=step.budget)
-    report = _named(found, {describe_recipe(recipe): word for word, recipe in chosen.items()})
+    (_, keep), *_ = chosen.values()
+    found = stats.inspect(
+        subject.model, batch, recipes=[recipe for recipe, _ in chosen.values()], budget=step.budget, keep=keep
+    )
+    report = _named(found, {describe_recipe(recipe): word for word, (recipe, _) in chosen.items()})
     files.write_text(options.out / "inspect.csv", report.csv())
     paths = report.draw(options.out)
     _print(f"weights of {subject.name}, those that lose most first", WEIGHT_HEAD, report.weight_rows())
@@ -160,12 +163,12 @@ def sensitivity_command(arguments: list[str]) -> int:
     """Run `halfbyte sensitivity`; returns 0."""
     options: SensitivityOptions = _parse(SensitivityOptions, "sensitivity", arguments)
     subject = load_subject(options.source)
-    recipe = words.read(options.recipe) if options.recipe else _own_recipe(subject)
+    recipe, keep = _of_a_step(options.recipe, "recipe") if options.recipe else _own_recipe(subject)
     if recipe.amax is not None:
         named = options.recipe or subject.recipe
         raise ValueError(f"--recipe={named}: one step has no amaxes of earlier ones; give a recipe without amax=")
     loss = _in_dtype(subject.batch(options.text, options.step.batch, options.step.sequence), options.step.dtype)
-    convert.quantize_(subject.model, recipe, keep=Keep(last_fraction=0))
+    convert.quantize_(subject.model, recipe, keep=keep)
     report = stats.sensitivity(subject.model, lambda: loss(subject.model), by=options.by, operands=options.operands)
     files.write_text(options.out / "sensitivity.csv", report.csv())
     paths = report.draw(options.out)
@@ -179,7 +182,19 @@ def sensitivity_command(arguments: list[str]) -> int:
     return 0
 
 
-def _own_recipe(subject: Subject) -> Recipe:
-    """Return the recipe that a run began with, nvfp4 where it quantized nothing or nobody says."""
-    own = treatment_of(subject.recipe).recipe if subject.recipe else None
-    return own if own is not None and own.specs else recipes.nvfp4()
+def _of_a_step(word: str, option: str) -> tuple[Recipe, Keep]:
+    """Return the recipe of a word, and which layers of a model do not follow it: with `@all` none."""
+    name, *changes = split_outside(word, "+")
+    if changes:
+        raise ValueError(
+            f"--{option}={word!r}: one step is looked at, and +{changes[0]} changes a run of many; leave it out"
+        )
+    chosen = treatment_of(name)
+    return chosen.recipe, Keep(last_fraction=0) if chosen.keep is None else chosen.keep
+
+
+def _own_recipe(subject: Subject) -> tuple[Recipe, Keep]:
+    """Return what a run began with, nvfp4 where it quantized nothing or nobody says."""
+    name, *_ = split_outside(subject.recipe, "+")
+    recipe, keep = _of_a_step(name or DEFAULT, "recipe")
+    return (recipe, keep) if recipe.specs else _of_a_step(DEFAULT, "recipe")

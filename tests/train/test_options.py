@@ -200,7 +200,9 @@ def test_inspect_and_sensitivity_read_options(run, tmp_path, capsys):
         return (tmp_path / name / "sensitivity.csv").read_text()
 
     own = rows("own")  # that of the run, whose word has options and a change behind it
-    assert own == rows("same", "--recipe", "nvfp4(sr=off,rht=none)") != rows("other", "--recipe", "nvfp4(sr=off)")
+    assert (
+        own == rows("same", "--recipe", "nvfp4(sr=off,rht=none)@all") != rows("other", "--recipe", "nvfp4(sr=off)@all")
+    )
     words = ["--recipes", "nvfp4(rht=none,sr=off),nvfp4(tiles=1x16)"]
     assert cli.main(["inspect", source, *words, "--out", str(tmp_path / "inspect")]) == 0
     found = {row["recipe"] for row in csv.DictReader((tmp_path / "inspect" / "inspect.csv").read_text().splitlines())}

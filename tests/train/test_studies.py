@@ -36,7 +36,7 @@ def test_the_three_commands(folder, tmp_path, capsys):
     assert cli.main(["sensitivity", str(checkpoint), *step, "--no-operands", "--out", str(out)]) == 0
     said = capsys.readouterr().out
     rows = list(csv.DictReader((out / "sensitivity.csv").read_text().splitlines()))
-    assert len(rows) == 7 and {row["target"] for row in rows} >= {"layers.*.mlp.up_proj"}
+    assert len(rows) == 8 and {row["target"] for row in rows} >= {"layers.*.mlp.up_proj", "lm_head"}, "nvfp4@all"
     assert "gradient cosine" in said and "keep = hb.Keep" in said
 
     assert cli.main(["report", str(folder)]) == 0
@@ -74,6 +74,24 @@ def test_recipes_with_options_are_called_as_they_were_asked_for(folder, tmp_path
     assert {row["recipe"] for row in rows} == {named, "mxfp8", f"{named} (step)"}
     shown = capsys.readouterr().out
     assert f"│ {named} │" in shown and max(map(len, shown.splitlines())) <= 160
+
+
+def test_heads_are_looked_at_where_the_word_says_all(folder, tmp_path, capsys):
+    (tmp_path / "page.txt").write_text("the model reads a block of sixteen values " * 20)
+    step = ["--text", str(tmp_path / "page.txt"), "--batch", "1", "--sequence", "32"]
+
+    def tried(*words):
+        assert cli.main([words[0], str(folder), *step, *words[1:], "--out", str(tmp_path / words[0])]) == 0
+        rows = list(csv.DictReader((tmp_path / words[0] / f"{words[0]}.csv").read_text().splitlines()))
+        return {row.get("target", row.get("layer")) for row in rows if "(step)" in row.get("recipe", "(step)")}
+
+    assert "lm_head" in tried("sensitivity", "--no-operands", "--recipe", "mxfp8@all")
+    assert "lm_head" not in tried("sensitivity", "--no-operands", "--recipe", "mxfp8")
+    assert "lm_head" in tried("inspect", "--recipes", "nvfp4@all,mxfp8")
+    assert "lm_head" not in tried("inspect", "--recipes", "nvfp4,mxfp8@all")
+    capsys.readouterr()
+    assert cli.main(["inspect", str(folder), *step, "--recipes", "mxfp8,nvfp4+late(0.2)"]) == 2
+    assert "--recipes='nvfp4+late(0.2)': one step is looked at, and +late(0.2) changes a run" in capsys.readouterr().err
 
 
 def test_one_step_has_no_amax_of_an_earlier_one(folder, tmp_path, capsys):
