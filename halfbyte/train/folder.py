@@ -6,6 +6,7 @@ import contextlib
 import os
 import shutil
 import stat
+import sys
 from pathlib import Path
 
 from halfbyte import files
@@ -109,6 +110,18 @@ def environments(folder: Path, history: list[dict]) -> list[dict]:
     found = {key: facts["environment"][key] for key in environment.COMPARED if key in facts.get("environment", {})}
     found |= {"dtype": facts["dtype"]} if "dtype" in facts else {}
     return [{"step": 0, **found}]
+
+
+def say_what_no_step_writes(config: TrainConfig) -> None:
+    """Say which files that are asked for a run that ended will not come: it has no step left that writes them."""
+    asked = {
+        f"--stats-every {config.run.stats_every}": (config.run.stats_every > 0, sampled.NAME),
+        "--tensorboard": (config.run.tensorboard, TENSORBOARD),
+    }
+    lacking = [option for option, (wanted, name) in asked.items() if wanted and not (config.run.out / name).exists()]
+    if lacking:
+        said = f"{config.run.out}: the run ended without {' and '.join(lacking)}, and no step is left"
+        print(f"{said}; --overwrite trains it again", file=sys.stderr, flush=True)
 
 
 def clean_folder(folder: Path) -> None:

@@ -443,7 +443,7 @@ def train(
     config, notes = ranks.first(lambda: folder.settled(over(config, ranks)))
     kept = None if config.run.overwrite else ranks.first(lambda: finished(config, recipe, data))
     if kept is not None:  # needs no right to write there
-        return _keep(config, kept)
+        return _keep(config, kept, ranks)
     with held_by_first(ranks, f"train {recipe}", config.run.out):
         auto.say(notes)
         return train_held(config, recipe, data, show=progress.start, interrupts=interrupts, ranks=ranks)
@@ -486,13 +486,14 @@ def train_held(
 
     kept = ranks.first(prepare)
     if kept is not None:
-        return _keep(config, kept)
+        return _keep(config, kept, ranks)
     return Trainer(config, recipe, data, show=show, interrupts=interrupts, ranks=ranks).train()
 
 
-def _keep(config: TrainConfig, result: dict) -> dict:
+def _keep(config: TrainConfig, result: dict, ranks: World) -> dict:
     device = auto.device_of(config)
     now = environment.own(device, resolve_dtype(config, device), config.mesh)
     history = folder.environments(config.run.out, result.get("environments", []))
     environment.say_kept(config.run.out, history, now)
+    ranks.first(lambda: folder.say_what_no_step_writes(config))
     return result

@@ -123,6 +123,20 @@ def test_a_finished_run_is_not_trained_again(run, monkeypatch):
     assert loop.train(config, "bf16", data) == result
 
 
+def test_files_that_a_run_that_ended_does_not_write_are_named(run, capsys):
+    config, data = run(steps=2, stats_every=1)
+    loop.train(config, "nvfp4@all", data)
+    capsys.readouterr()
+    loop.train(config, "nvfp4@all", data)
+    assert "no step is left" not in capsys.readouterr().err, "its statistics are there"
+    (config.run.out / "stats.jsonl").unlink()
+    loop.train(replace(config, run=replace(config.run, tensorboard=True)), "nvfp4@all", data)
+    said = (
+        f"{config.run.out}: the run ended without --stats-every 1 and --tensorboard, and no step is left; --overwrite"
+    )
+    assert capsys.readouterr().err.count(said) == 1
+
+
 def test_a_result_lost_after_the_last_step_is_measured_again(run):
     config, data = run(steps=4)
     result = loop.train(config, "bf16", data)
