@@ -357,13 +357,25 @@ class TrainConfig:
         return self.optim.steps * self.data.tokens_per_step
 
 
-def differences(ours: dict, theirs: dict, prefix: str = "") -> list[str]:
-    """Return one line per leaf in which two identities differ."""
+HASHES = {"corpus": "corpus_sha256", "held_out_corpus": "held_out_sha256", "held_out": "held_out_sha256"}
+"""What of an identity's data does not count where both have that hash of a text, and it is equal."""
+
+
+def differences(ours: dict, theirs: dict) -> list[str]:
+    """Return one line per leaf in which two identities differ that decides something: names of equal texts do not."""
+    equal = {name for name in HASHES.values() if ours.get(name) is not None and ours[name] == theirs.get(name)}
+    aside = {f"data.{name}" for name, text in HASHES.items() if text in equal}
+    return _leaves(ours, theirs, "", aside)
+
+
+def _leaves(ours: dict, theirs: dict, prefix: str, aside: set[str]) -> list[str]:
     lines = []
     for name in sorted(ours.keys() | theirs.keys(), key=str):
         a, b = ours.get(name), theirs.get(name)
+        if f"{prefix}{name}" in aside:
+            continue
         if isinstance(a, dict) and isinstance(b, dict):
-            lines += differences(a, b, f"{prefix}{name}.")
+            lines += _leaves(a, b, f"{prefix}{name}.", aside)
         elif a != b:
             word = name if str(name).isprintable() else repr(name)
             lines.append(f"{prefix}{word}: {_brief(b)} there, {_brief(a)} here")

@@ -71,7 +71,6 @@ RECORDED = (CONFIG, RESULT, LAYERS, log.NAME)
 """Files of a run that are small enough to be kept with the source."""
 KEPT_STEPS = 10
 OF_THE_MACHINE = ("device", "dtype", "fuse", "compile")
-PLACES_OF_TEXTS = ("corpus", "held_out_corpus")
 """What of a run's identity may differ where its pieces are trained on several machines."""
 
 
@@ -308,11 +307,8 @@ def _refuse_other_runs(study: Study, corpus: data.Data, kept: Path | None, anew:
 
 
 def _wherever(identity: dict) -> dict:
-    """Return what of a run's identity is the same on every machine; hashes stand for the places of texts."""
-    rest = {name: value for name, value in identity.items() if name not in OF_THE_MACHINE}
-    if isinstance(rest.get("data"), dict):
-        rest["data"] = {name: value for name, value in rest["data"].items() if name not in PLACES_OF_TEXTS}
-    return rest
+    """Return what of a run's identity is the same on every machine."""
+    return {name: value for name, value in identity.items() if name not in OF_THE_MACHINE}
 
 
 def _say(line: str) -> None:

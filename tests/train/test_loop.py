@@ -1,7 +1,9 @@
 """A run: the same numbers again, in pieces or whole, and clear words when it cannot go on."""
 
 import json
+import shutil
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -9,6 +11,7 @@ from runs import losses, stop_after, weights
 
 import halfbyte as hb
 from halfbyte.train import log, loop, measure
+from halfbyte.train.data import load_data
 
 
 def changes(config):
@@ -142,6 +145,30 @@ def test_a_result_lost_after_the_last_step_is_measured_again(run):
     result = loop.train(config, "bf16", data)
     (config.run.out / "result.json").unlink()
     assert loop.train(config, "bf16", data)["held_out_loss"] == result["held_out_loss"]
+
+
+def test_a_text_is_what_it_holds_whatever_it_is_called(run, tmp_path, monkeypatch):
+    """Also in a checkpoint, and not the share that is held out of no text; another text is named, its place too."""
+    kept = tmp_path / "kept"
+    kept.mkdir()
+    (kept / "part.txt").write_text("a scale for sixteen values " * 300)
+    config, _ = run(steps=4, checkpoint_every=2, held_out_corpus=str(kept))
+    data = load_data(config.data, config.run.cache)
+    result = loop.train(config, "bf16", data)
+    shutil.copytree(config.data.corpus, tmp_path / "again")
+    shutil.copytree(config.data.held_out_corpus, tmp_path / "held")
+    monkeypatch.chdir(tmp_path)
+    again = replace(config, data=replace(config.data, corpus="./again/", held_out_corpus="held", held_out=0.3))
+    copied = load_data(again.data, config.run.cache)
+    with monkeypatch.context() as nothing:
+        nothing.setattr(loop, "Trainer", None)
+        assert loop.train(again, "bf16", copied) == result
+    (config.run.out / "result.json").unlink()
+    assert loop.train(again, "bf16", copied)["held_out_loss"] == result["held_out_loss"]
+    (Path(config.data.corpus) / "more.txt").write_text("another text")
+    other = load_data(config.data, config.run.cache)
+    with pytest.raises(ValueError, match=r"corpus_sha256: '.*' here; data.corpus: './again/' there, '.*' here\)"):
+        loop.train(config, "bf16", other)
 
 
 def test_a_folder_with_another_run_is_refused(run):
