@@ -19,10 +19,10 @@ from halfbyte.train import auto, data, divergence, folder, loop, measure, plot, 
 from halfbyte.train import model as models
 from halfbyte.train.config import TrainConfig
 from halfbyte.train.ranks import World
-from halfbyte.train.recorded import speed
+from halfbyte.train.recorded import COMPARISON, speed
 from halfbyte.train.signals import Interrupts
 
-RESULTS, TABLE, PLOT = "results.json", "table.md", "losses.png"
+RESULTS, TABLE, PLOT = COMPARISON, "table.md", "losses.png"
 DEFAULT = ("bf16", "nvfp4", "nvfp4_mxfp8_bwd", "four_over_six", "naive_fp4@all")
 """The baseline, the recipes, and a control that should lose: truncated gradients and no rotation, in every layer.
 
@@ -78,6 +78,7 @@ def compare(
             f"recipe_schedule={config.recipe_schedule!r}: it is for recipes that quantize a GEMM, and "
             f"recipes={','.join(names)!r} has none; name one, or use `halfbyte train`"
         )
+    ranks.first(lambda: folder.refuse_run(config.run.out))
     corpus = ranks.first_here(lambda: data.load_data(config.data, config.run.cache, config.run.out), "load_data")
     folders = [config.run.out / name for name in names]
     config, notes = ranks.first(lambda: folder.settled(loop.over(config, ranks), *folders))  # alike, or gaps mislead

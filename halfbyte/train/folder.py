@@ -13,7 +13,17 @@ from halfbyte import files
 from halfbyte.train import auto, checkpoint, environment, extension, log, sampled, tune
 from halfbyte.train.config import TrainConfig, differences
 from halfbyte.train.data import Data
-from halfbyte.train.recorded import CHECKPOINTS, CONFIG, LAYERS, RESULT, TENSORBOARD, read_result, recorded_config
+from halfbyte.train.recorded import (
+    CHECKPOINTS,
+    COMPARISON,
+    CONFIG,
+    LAYERS,
+    LEAGUE,
+    RESULT,
+    TENSORBOARD,
+    read_result,
+    recorded_config,
+)
 
 EVENTS = "events.out.tfevents.*"
 
@@ -60,9 +70,15 @@ def finished(config: TrainConfig, recipe: str, data: Data) -> dict | None:
     """Return the result of the run in `config.run.out` if it ended, None if there is none or it can be extended.
 
     Raises:
-        ValueError: the folder holds a run of another config, or a file that is damaged; the message says what differs.
+        ValueError: the folder holds a run of another config, several runs, or a file that is damaged; the message says
+            what differs.
     """
     folder, ours = config.run.out, identity(config, recipe, data)
+    several = next((name for name in (COMPARISON, LEAGUE) if (folder / name).exists()), None)
+    if several is not None and not os.path.lexists(folder / CONFIG):
+        raise ValueError(
+            f"out={str(folder)!r} holds the runs of a comparison ({several}); choose another --out, or a folder in it"
+        )
     _refuse_other_tokens(folder, data)
     if os.path.lexists(folder / RESULT):
         result = read_result(folder / RESULT)
@@ -71,6 +87,12 @@ def finished(config: TrainConfig, recipe: str, data: Data) -> dict | None:
     elif os.path.lexists(folder / CONFIG):
         _refuse_another(folder, ours, recorded_config(folder)["identity"], None)
     return None
+
+
+def refuse_run(folder: Path) -> None:
+    """Raise ValueError if a folder into which several runs are to go holds one, and no comparison."""
+    if os.path.lexists(folder / CONFIG) and not any((folder / name).exists() for name in (COMPARISON, LEAGUE)):
+        raise ValueError(f"out={str(folder)!r} holds one run ({CONFIG}); choose another --out for several")
 
 
 def _refuse_another(folder: Path, ours: dict, theirs: dict, result: dict | None) -> bool:

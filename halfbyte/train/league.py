@@ -14,9 +14,9 @@ from typing import Any
 
 from halfbyte import files
 from halfbyte.train import divergence, log, treatment
-from halfbyte.train.recorded import RESULT, read_result, speed
+from halfbyte.train.recorded import LEAGUE, RESULT, read_result, speed
 
-TABLE, VALUES, FIGURE = "league.md", "league.json", "league.png"
+TABLE, VALUES, FIGURE = "league.md", LEAGUE, "league.png"
 LEVEL = 0.95
 
 

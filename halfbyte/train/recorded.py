@@ -9,6 +9,8 @@ from halfbyte.train import environment
 
 CONFIG, RESULT, LAYERS = "config.json", "result.json", "layers.txt"
 CHECKPOINTS, TENSORBOARD = "checkpoints", "tensorboard"
+COMPARISON, LEAGUE = "results.json", "league.json"
+"""Of a folder that holds several runs, each in a folder of its own."""
 NUMBERS = ("tokens", "seconds", "tokens_per_second", "peak_memory_bytes", "saved_activation_bytes")
 STEADY = "steady_tokens_per_second"
 LARGEST = 1e300

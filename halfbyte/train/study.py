@@ -256,6 +256,7 @@ def run_study(
     if not minutes >= 0:  # NaN is not
         raise ValueError(f"minutes={minutes}: give 0 or more; 0 begins no run, inf ends none")
     where, config = jobs.workplaces(study.config.device, workers), study.config
+    folder.refuse_run(config.run.out)
     found = [job for piece in pieces for job in study.jobs(piece)]
     corpus = data.load_data(config.data, config.run.cache, config.run.out)  # here, once; the runs map it
     begun_anew = found if config.run.overwrite else []

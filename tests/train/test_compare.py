@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 
-from halfbyte.train import compare, loop, meaning, plot
+from halfbyte.train import compare, loop, meaning, plot, study
 from halfbyte.train.config import two_cores
 
 pytest.importorskip("matplotlib")
@@ -121,3 +121,22 @@ def test_smoothing_starts_at_the_first_loss_and_follows_a_constant():
     assert plot.smooth([4.0] * 5) == pytest.approx([4.0] * 5)
     assert plot.smooth([4.0, 2.0])[0] == pytest.approx(4.0)
     assert plot.smooth([]) == []
+
+
+def test_one_run_and_several_do_not_share_a_folder(run):
+    config, data = run(steps=2)
+    compare.compare(config, ["bf16", "nvfp4"])
+    several = config.run.out
+    with pytest.raises(ValueError, match=r"run' holds the runs of a comparison \(results.json\); choose another --out"):
+        loop.train(config, "bf16", data)
+    with pytest.raises(ValueError, match="holds the runs of a comparison"):
+        loop.train(replace(config, run=replace(config.run, overwrite=True)), "bf16", data)
+    assert (several / "results.json").exists() and not (several / "config.json").exists()
+    alone = replace(config, run=replace(config.run, out=several.with_name("alone")))
+    loop.train(alone, "bf16", data)
+    with pytest.raises(ValueError, match=r"alone' holds one run \(config.json\); choose another --out for several"):
+        compare.compare(alone, ["bf16", "nvfp4"])
+    whole = study.Study(title="x", config=alone, pieces=(study.StudyPiece(recipes=("bf16",), seeds=(0, 1)),))
+    with pytest.raises(ValueError, match="alone' holds one run"):
+        study.run_study(whole, whole.pieces, workers=1, minutes=0, interrupts=None)
+    assert compare.compare(config, ["bf16", "nvfp4"])[0]["held_out_loss"] > 0
