@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,7 @@ import torch
 from halfbyte.arguments import ArgumentParser
 from halfbyte.export import forms, save, write
 from halfbyte.export.files import read_folder_json
-from halfbyte.integrations.run_folder import is_run, load_run
+from halfbyte.integrations.run_folder import is_run, load_run, load_tokenizer
 from halfbyte.recipes import read_recipe
 
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
@@ -32,7 +33,7 @@ def main(arguments: Sequence[str]) -> int:
         words = f"{source} is a run of halfbyte train in {str(dtype).removeprefix('torch.')}; leave it out"
         raise ValueError(f"--compute-dtype={options.compute_dtype}: {words}")
     dtype = asked or dtype
-    tokenizer = _tokenizer(source)
+    tokenizer = _tokenizer(source, options.calibrate is not None)
     batches = () if options.calibrate is None else _batches(tokenizer, source, options)
     report = save(
         model,
@@ -123,8 +124,16 @@ def _model(source: Path, recipe: str | None) -> tuple[Any, torch.dtype | None]:
         raise ValueError(f"{source}: transformers cannot load it: {str(error).strip().splitlines()[0]}") from error
 
 
-def _tokenizer(source: Path) -> Any:
-    """Return the tokenizer of a folder, None where there is none."""
+def _tokenizer(source: Path, is_needed: bool) -> Any:
+    """Return the tokenizer of a folder, None where there is none; that of a run if it is one's."""
+    if is_run(config := read_folder_json(source / "config.json")):
+        try:
+            return load_tokenizer(source, config)
+        except FileNotFoundError as error:
+            if is_needed:
+                raise ValueError(str(error)) from error
+            print(f"written without its tokenizer: {error}", file=sys.stderr)
+            return None
     if not any((source / name).exists() for name in ("tokenizer.json", "tokenizer_config.json", "tokenizer.model")):
         return None
     return _transformers().AutoTokenizer.from_pretrained(source, local_files_only=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Mapping
 from pathlib import Path
@@ -19,6 +20,10 @@ from halfbyte.values import split_outside
 CHECKPOINTS = "checkpoints"
 NAME = re.compile(r"step-(\d{8,})(\.pt)?")
 EVERYWHERE = "@all"
+BYTES = "bytes"
+END = 0
+"""The token that ends a document."""
+AGAIN = "the run's command with --steps unchanged makes it again"
 
 
 class RunModel(NamedTuple):
@@ -59,6 +64,8 @@ def load_run(source: Path, config: Mapping[str, Any]) -> RunModel:
         rms_norm_eps=shape["norm_eps"],
         rope_parameters={"rope_type": "default", "rope_theta": shape["rope_theta"]},
         tie_word_embeddings=shape["tie_embeddings"],
+        bos_token_id=None,
+        eos_token_id=END,  # Llama's own are others, at which engines would stop
         max_position_embeddings=identity["data"]["sequence"],
         architectures=["LlamaForCausalLM"],
     )
@@ -71,6 +78,64 @@ def load_run(source: Path, config: Mapping[str, Any]) -> RunModel:
     keep = Keep(names=(), last_fraction=0.0) if layers.endswith(EVERYWHERE) else None
     quantize_(model, recipe, keep=keep)
     return RunModel(model.eval(), getattr(torch, config["dtype"]))
+
+
+def load_tokenizer(source: Path, config: Mapping[str, Any]) -> Any:
+    """Return the tokenizer of a run, as one of transformers.
+
+    Raises:
+        FileNotFoundError: the file of its BPE is gone.
+        ValueError: it cannot be read.
+    """
+    import transformers
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+    path = tokenizer_file(source, config)
+    if path is None:
+        alphabet = pre_tokenizers.ByteLevel.alphabet()
+        kept = [byte for byte in range(256) if chr(byte) in alphabet]  # the other bytes have letters from 256 on
+        letters = {byte: chr(byte) for byte in kept}
+        letters |= {byte: chr(256 + i) for i, byte in enumerate(sorted(set(range(256)) - set(kept)))}
+        letters[END] = "<|endoftext|>"  # text holds no NUL
+        found = Tokenizer(models.BPE(vocab={letter: byte for byte, letter in letters.items()}, merges=[]))
+        found.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+        found.decoder = decoders.ByteLevel()
+    else:
+        try:
+            found = Tokenizer.from_file(str(path))
+        except Exception as error:  # the package raises plain Exception
+            raise ValueError(f"{path}: the tokenizer of {source} cannot be read ({error}); {AGAIN}") from error
+    return transformers.PreTrainedTokenizerFast(
+        tokenizer_object=found,
+        eos_token=found.id_to_token(END),
+        clean_up_tokenization_spaces=False,
+        model_max_length=config["identity"]["data"]["sequence"],
+    )
+
+
+def tokenizer_file(run: Path, config: Mapping[str, Any]) -> Path | None:
+    """Return where the BPE of a run lies, in the cache that it used; None for bytes.
+
+    Raises:
+        FileNotFoundError: it is gone.
+    """
+    if config["identity"]["data"]["tokenizer"] == BYTES:
+        return None
+    name = f"{config['identity']['corpus_sha256'][:16]}-{config['data']['tokenizer']}.json"
+    path = Path(config["run"]["cache"]) / name
+    if not path.exists() and (base := _folder_of_training(run, Path(config["run"].get("out", "")))) is not None:
+        path = base / path
+    if not path.exists():
+        raise FileNotFoundError(f"{path}: the tokenizer of {run} is gone; {AGAIN}")
+    return path
+
+
+def _folder_of_training(run: Path, out: Path) -> Path | None:
+    """Return the folder in which a run was started whose `out` was relative to it; None where it has moved since."""
+    parts, ending = run.resolve().parts, Path(os.path.normpath(out)).parts
+    if out.is_absolute() or not ending or parts[-len(ending) :] != ending:
+        return None
+    return Path(*parts[: -len(ending)])
 
 
 def _last_recipe(source: Path, identity: Mapping[str, Any], saved: Mapping[str, Any]) -> Recipe:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,6 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from halfbyte import files
+from halfbyte.integrations import run_folder
 from halfbyte.train import checkpoint, folder, tokenizer
 from halfbyte.train import model as models
 from halfbyte.train.moe import MoEConfig
@@ -123,27 +123,11 @@ def _of_checkpoint(path: Path, run: Path, device: torch.device) -> Subject:
 
 def _tokenizer(run: Path, recorded: dict) -> tokenizer.Tokenizer:
     """Return the tokenizer of a run, from the cache that it used."""
-    name = recorded["identity"]["data"]["tokenizer"]
-    if name == tokenizer.Bytes.key:
-        return tokenizer.Bytes()
-    key = recorded["data"]["tokenizer"]
-    name = f"{recorded['identity']['corpus_sha256'][:16]}-{key}.json"
-    path = Path(recorded["run"]["cache"]) / name
-    if not path.exists() and (base := _folder_of_training(run, Path(recorded["run"].get("out", "")))) is not None:
-        path = base / path
-    if not path.exists():
-        raise ValueError(
-            f"{path}: the tokenizer of {run} is gone; the run's command with --steps unchanged makes it again"
-        )
-    return tokenizer.BPE(path, key, "")
-
-
-def _folder_of_training(run: Path, out: Path) -> Path | None:
-    """Return the folder in which a run was started whose `out` was relative to it; None where it has moved since."""
-    parts, ending = run.resolve().parts, Path(os.path.normpath(out)).parts
-    if out.is_absolute() or not ending or parts[-len(ending) :] != ending:
-        return None
-    return Path(*parts[: -len(ending)])
+    try:
+        path = run_folder.tokenizer_file(run, recorded)
+    except FileNotFoundError as error:
+        raise ValueError(str(error)) from error
+    return tokenizer.Bytes() if path is None else tokenizer.BPE(path, recorded["data"]["tokenizer"], "")
 
 
 def _of_transformers(source: Path, device: torch.device) -> Subject:

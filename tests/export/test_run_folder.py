@@ -10,6 +10,7 @@ import torch
 
 pytest.importorskip("transformers", minversion="5.23")
 
+import transformers
 from export_decoder import stored
 
 import halfbyte as hb
@@ -17,6 +18,7 @@ from halfbyte import cli
 from halfbyte.train import config as configs
 from halfbyte.train import data, loop
 from halfbyte.train import model as models
+from halfbyte.train.subject import load_subject
 
 
 def trained(path, recipe, tokenizer="bytes", **changed):
@@ -99,6 +101,44 @@ def test_a_run_on_a_bpe_has_its_vocabulary(tmp_path):
     rows = weights(run)["lm_head.weight"]
     assert rows.shape[0] == json.loads((tmp_path / "out" / "config.json").read_text())["vocab_size"] > 256
     assert torch.equal(stored(tmp_path / "out")["lm_head.weight"], rows)
+
+
+WORDS = "def f(x):\n\treturn 'é – 漢字 🙂'  # <|end|>, Ā and ÿ\r\n"
+
+
+@pytest.mark.parametrize("tokenizer", ["bytes", "bpe:272"])
+def test_the_tokenizer_is_that_of_the_run(tmp_path, tokenizer, monkeypatch):
+    """Token for token what the run encoded, from any folder; a text is calibrated with; engines stop where one ends."""
+    run = trained(tmp_path, "nvfp4", tokenizer=tokenizer)
+    (tmp_path / "sample.txt").write_text(WORDS * 9)
+    monkeypatch.chdir(tmp_path / "cache")
+    static = ["--activations", "static", "--calibrate", str(tmp_path / "sample.txt"), "--length", "64"]
+    assert cli.main(["export", str(run), str(tmp_path / "out"), "--format", "modelopt", *static]) == 0
+    assert [name for name in stored(tmp_path / "out") if name.endswith("input_scale")]
+    found = transformers.AutoTokenizer.from_pretrained(tmp_path / "out")
+    own = load_subject(run)
+    *expected, end = own.encode(WORDS)
+    assert found(WORDS)["input_ids"] == expected and found.decode(expected) == WORDS
+    if tokenizer == "bytes":
+        assert expected == list(WORDS.encode())
+    config = transformers.AutoConfig.from_pretrained(tmp_path / "out")
+    assert config.eos_token_id == found.eos_token_id == end == 0 and config.bos_token_id is None
+
+
+def test_a_tokenizer_that_is_gone_is_named(tmp_path, capsys):
+    run = trained(tmp_path, "nvfp4", tokenizer="bpe:272")
+    (file,) = (tmp_path / "cache").glob("*-bpe272.json")
+    file.write_text("{")
+    assert cli.main(["export", str(run), str(tmp_path / "out")]) == 2
+    assert "cannot be read" in capsys.readouterr().err and not (tmp_path / "out").exists()
+    file.unlink()
+    (tmp_path / "sample.txt").write_text(WORDS)
+    static = ["--activations", "static", "--calibrate", str(tmp_path / "sample.txt")]
+    assert cli.main(["export", str(run), str(tmp_path / "out"), *static]) == 2
+    assert "is gone; the run's command" in capsys.readouterr().err and not (tmp_path / "out").exists()
+    assert cli.main(["export", str(run), str(tmp_path / "out")]) == 0, "weights need none"
+    assert "written without its tokenizer: " in capsys.readouterr().err
+    assert not (tmp_path / "out" / "tokenizer.json").exists()
 
 
 def test_what_is_changed_about_a_run_leaves_its_layers(tmp_path):
