@@ -426,6 +426,19 @@ def test_the_best_of_a_study_are_others_than_those_named_before_them(file):
     assert found.recipes == ("bf16", "mxfp8", "nvfp4")
 
 
+def _other_data(here, there):
+    """Return what a study says in which two runs differ, whose data are these."""
+    ours, theirs = ({"seed": 3, **one} for one in (here, there))
+    return configs.differences(study._wherever(ours), study._wherever(theirs))
+
+
 def test_texts_may_lie_elsewhere_on_every_machine():
-    texts = {"corpus": "/a/train.txt", "held_out_corpus": "/a/test.txt", "batch": 8}
-    assert study._wherever({"data": texts, "seed": 3, "device": "cpu"}) == {"data": {"batch": 8}, "seed": 3}
+    texts = {"corpus_sha256": "c0", "held_out_sha256": "de"}
+    here = {"data": {"corpus": "/a/train.txt", "held_out_corpus": "/a/test.txt", "batch": 8}, "device": "cpu"} | texts
+    there = {"data": {"corpus": "/b/x.txt", "held_out_corpus": "/b/y.txt", "batch": 8}, "device": "cuda"} | texts
+    assert _other_data(here, there) == []
+    assert _other_data(here, there | {"corpus_sha256": "c1"}) == [
+        "corpus_sha256: 'c1' there, 'c0' here",
+        "data.corpus: '/b/x.txt' there, '/a/train.txt' here",
+    ]
+    assert _other_data(here, there | {"data": there["data"] | {"batch": 4}}) == ["data.batch: 4 there, 8 here"]
