@@ -79,9 +79,9 @@ def amax_calls(_: Target) -> Iterator[Scenario]:
             for row in (PLAIN, None):
                 call = partial(plain.row_col_amax, x, row, spec, places(spec)["sign_draw"])
                 yield Scenario(f"amax of {row and row.key} and of {spec.key}, {name}", call, whole)
-    for sizes in ((384, 128, 128), (512, 512), (24,)):
-        call = partial(backend.greatest_amax, [tensor(rows, 384) for rows in sizes])
-        yield Scenario(f"amax of all of {sizes} x 384", call, tuned=True)
+    for sizes, dtype in product(((384, 128, 128), (512, 512), (24,)), (BF16, FP32)):
+        call = partial(backend.greatest_amax, [tensor(rows, 384, dtype=dtype) for rows in sizes])
+        yield Scenario(f"amax of all of {sizes} x 384 {dtype}", call, tuned=True)
     for rows, dtype in ((8192, FP32), (16, FP32), (16, BF16)):
         x = tensor(rows, 65536, dtype=dtype)
         yield Scenario(f"amax of rows, {rows}x65536 {dtype}", partial(backend.finite_amax, x, -1), tuned=True)

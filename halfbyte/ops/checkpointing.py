@@ -13,6 +13,7 @@ KEPT = (
     "quantize_residual",
     "grouped_quantize_row_col",
     "amax",
+    "amax_of_all",
     "token_mean",
     "gemm_nt",
     "gemm_nt_batch_invariant",

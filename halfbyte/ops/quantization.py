@@ -15,7 +15,7 @@ from halfbyte.layout import LINEAR, Blocks, Operand, ceil_div, check_scale_layou
 from halfbyte.ops.backends import NATIVE, REFERENCE, check_kernels, choose, stored_spec
 from halfbyte.ops.checkpointing import outputs_are_kept
 from halfbyte.ops.define import DRAW, draw_of, empty_like, implementation, nothing, op, place_arguments, spec_of
-from halfbyte.ops.repeat import call_op, is_past_ops
+from halfbyte.ops.repeat import call_op
 from halfbyte.rng import Draw
 from halfbyte.sides import Side, Sides, both_sides, share_tiles, shared_draws
 from halfbyte.spec import Spec, parse
@@ -254,12 +254,21 @@ op("amax(Tensor x, str backend) -> Tensor", _amax, _amax_fake, takes_parameters=
 
 
 def amax_of_all(xs: Sequence[Tensor], backend: str | None = None) -> Tensor:
-    """Return the largest `amax` of tensors on one device, at least one: fp32 []; a `backend` that is named is no op."""
-    if backend is None and not is_past_ops():
-        return torch.stack([amax(x) for x in xs]).amax()
+    """Return the largest `amax` of tensors on one device, at least one: fp32 []."""
     for x in xs:
         _check_input(x)
-    return implementation(xs[0].device, backend or "").greatest_amax(xs)
+    return call_op(torch.ops.halfbyte.amax_of_all, list(xs), backend or "")
+
+
+def _amax_of_all(xs: Sequence[Tensor], backend: str) -> Tensor:
+    return implementation(xs[0].device, backend).greatest_amax(xs)
+
+
+def _amax_of_all_fake(xs: Sequence[Tensor], backend: str) -> Tensor:
+    return xs[0].new_empty((), dtype=torch.float32)
+
+
+op("amax_of_all(Tensor[] xs, str backend) -> Tensor", _amax_of_all, _amax_of_all_fake, takes_parameters=True)
 
 
 def row_col_amax(

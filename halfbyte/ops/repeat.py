@@ -220,6 +220,21 @@ def refuse_gradients(name: str, tensors: Sequence[Any]) -> None:
         )
 
 
+def _repeated_of_list(function: Callable) -> Callable:
+    """Return what `repeated` does of an op that takes (tensors, backend) and returns a tensor."""
+
+    def body(static_values: tuple, given: Any, varying: Any) -> tuple:
+        return (function(given, *static_values),), None
+
+    def implementation(given: Any, backend: str) -> Any:
+        if torch._C._len_torch_dispatch_stack():
+            return function(given, backend)
+        made = _made(body, (backend,), given, (), backend or None)
+        return function(given, backend) if made is None else made[0][0]
+
+    return implementation
+
+
 def repeated(function: Callable, schema: str, *, takes_parameters: bool) -> Callable:
     """Return an op's implementation that runs `function` once for each request where kernels run, and repeats it.
 
@@ -238,6 +253,9 @@ def repeated(function: Callable, schema: str, *, takes_parameters: bool) -> Call
     returned = len(parsed.returns)
     last = len(kinds) - 1
     assert names[last] == "backend", "the last argument of every op names the backend"
+    if kinds[0] == "List[Tensor]":
+        assert (takes_parameters, kinds[1:], returned) == (True, ["str"], 1), "what ops of a list are like so far"
+        return _repeated_of_list(function)
 
     def body(static_values: tuple, given: Any, varying: Any) -> tuple:
         arguments = [None] * len(kinds)

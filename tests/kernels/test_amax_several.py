@@ -29,12 +29,13 @@ def tensors(shapes, dtype=torch.bfloat16, seed=0):
     return [torch.randn(shape, generator=generator).to(dtype) for shape in shapes]
 
 
-@pytest.mark.parametrize("bad", [None, float("nan"), float("inf")])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=["bf16", "fp32"])
+@pytest.mark.parametrize("bad", [None, float("nan"), -float("nan"), float("inf")])
 @pytest.mark.parametrize("name", SHAPES)
-def test_the_largest_of_all_wherever_it_is(name, bad):
+def test_the_largest_of_all_wherever_it_is(name, bad, dtype):
     for i in range(len(SHAPES[name])):
         for place in (0, -1):
-            xs = tensors(SHAPES[name])
+            xs = tensors(SHAPES[name], dtype)
             xs[i].view(-1)[place] = -77.5
             if bad is not None:
                 xs[-1].view(-1)[1] = bad
@@ -44,7 +45,9 @@ def test_the_largest_of_all_wherever_it_is(name, bad):
 
 OTHERS = {
     "four": lambda: tensors([(2, 8)] * 4),
-    "fp32": lambda: tensors([(2, 8), (3, 8)], torch.float32),
+    "fp16": lambda: tensors([(2, 8), (3, 8)], torch.float16),
+    "two dtypes": lambda: [*tensors([(2, 8)], torch.float32), *tensors([(3, 8)], seed=1)],
+    "part of 16 bytes": lambda: tensors([(3, 6), (3, 8)], torch.float32),
     "columns": lambda: [tensors([(24, 16)])[0].T, *tensors([(3, 8)])],
     "misaligned": lambda: [torch.randn(65).bfloat16()[1:].view(8, 8), *tensors([(3, 8)])],
     "an odd number": lambda: tensors([(3, 5), (3, 8)]),
@@ -60,11 +63,12 @@ def test_any_others_one_by_one(name):
 
 
 @pytest.mark.usefixtures("kernels")
-def test_siblings_find_theirs_by_a_record_of_one_launch():
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=["bf16", "fp32"])
+def test_siblings_find_theirs_by_a_record_of_one_launch(dtype):
     """As often as the weights change; autograd sees nothing of it."""
     from halfbyte.nn.linear import shared_amax
 
-    layers = [hb.nn.Linear(32, n, bias=False, dtype=torch.bfloat16) for n in (48, 16, 16)]
+    layers = [hb.nn.Linear(32, n, bias=False, dtype=dtype) for n in (48, 16, 16)]
     layers[0].amax_group = tuple(layers)
 
     def call(i):

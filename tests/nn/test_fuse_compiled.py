@@ -7,6 +7,7 @@ import pytest
 import torch
 from small_models import NOTHING_KEPT
 from torch import nn
+from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.nn.functional import scaled_dot_product_attention
 from torch.utils.checkpoint import checkpoint
@@ -152,3 +153,20 @@ def test_checkpoints_around_the_attention_alone_say_what_torch_cannot():
     with pytest.raises(torch._dynamo.exc.Unsupported, match="Unsafe side effect"):
         step(model, torch.compile(outside, backend="aot_eager", fullgraph=True))
     assert same(step(model, torch.compile(inside, backend="aot_eager", fullgraph=True)), expected)
+
+
+@pytest.mark.parametrize("autocast", [False, True])
+def test_siblings_of_compiled_code_find_their_amax_by_one_op(autocast):
+    """Ops cost the host most: q, k and v make one for their amax, one forward, and their backward none for it."""
+    ours, model = [], block("nvfp4", False)
+
+    def note(graph, inputs):
+        names = [str(node.target).split(".")[1] for node in graph.graph.nodes if "halfbyte" in str(node.target)]
+        ours.append(sorted(names))
+        return graph
+
+    function = torch.compile(model, backend=aot_autograd(fw_compiler=note, bw_compiler=note), fullgraph=True)
+    with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+        assert same(step(model, function), step(model, model))
+    assert ours[0] == ["amax_of_all", "linear_forward", "norm"] and ours[1].count("linear_backward") == 1
+    assert "amax" not in ours[1] and "amax_of_all" not in ours[1]

@@ -58,6 +58,7 @@ def test_opcheck_dequantize_amax_transpose(spec):
     q = hb.quantize(x, spec, rng=hb.Philox(1), sign_rng=hb.Philox(2))
     opcheck(HB.dequantize, (*q.blocks, spec.key, 36, torch.bfloat16, "linear", ""))
     opcheck(HB.amax, (x, ""))
+    opcheck(HB.amax_of_all, ([x, x[3:]], ""))
     opcheck(HB.row_col_amax, (x, spec.key, spec.key if spec.is_tile else "", *_draws()[4:], ""))
     if spec.is_tile:
         opcheck(HB.transpose, (q.blocks.qdata, q.blocks.block_scale, 20, 36, ""))

@@ -388,6 +388,7 @@ def test_ops_and_passes_of_compiled_code_make_no_key_of_what_they_know(monkeypat
         x = data(i, 32, 48).requires_grad_()
         layer(x).sum().backward()
         torch.ops.halfbyte.amax(x.detach(), "")
+        torch.ops.halfbyte.amax_of_all([x.detach(), w.detach()], "")
         made.append(counted.runs)
     assert made[1] > made[0] > 0, "first recorded, then found by its key, from which guards are made"
     assert made[2:] == [made[1]] * 3

@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import NamedTuple
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -149,20 +150,28 @@ MOST_TENSORS = 3
 """That one launch takes: q, k and v."""
 
 
+def words_in(x: Tensor) -> int:
+    """Return how many words of 4 bytes a tensor has."""
+    return x.numel() * x.element_size() // 4
+
+
 def _several_problem(several: AmaxOfSeveral) -> Reason | None:
     xs = several.xs
     if len(xs) > MOST_TENSORS:
         return Reason("{} tensors are more than {}", (len(xs), MOST_TENSORS))
-    if all(x.is_contiguous() and x.numel() and mg.reads_pairs(x.view(1, -1)) for x in xs):
+    if xs[0].dtype not in (torch.bfloat16, torch.float32) or any(x.dtype != xs[0].dtype for x in xs):
+        return Reason("the tensors are neither all bf16 nor all fp32")
+    if all(x.is_contiguous() and x.numel() and x.data_ptr() % 16 == 0 and words_in(x) % 4 == 0 for x in xs):
         return None
-    return Reason("a tensor is not bf16 in one aligned piece of a multiple of 8 values")
+    return Reason("a tensor is not one aligned piece of a multiple of 16 bytes")
 
 
 def _several(several: AmaxOfSeveral) -> Choice:
-    words = PLAIN_TILE.size // 2
-    runs = sum(ceil_div(x.numel() // 2, words) for x in several.xs)
+    packed, words = several.xs[0].dtype == torch.bfloat16, PLAIN_TILE.size // 2
+    runs = sum(ceil_div(words_in(x), words) for x in several.xs)
     programs = mg.parts_of(runs, 1, PLAIN_TILE.per_sm, several.xs[0].device)
-    return Choice("amax_several_kernel", (programs,), {"C": words, "num_warps": PLAIN_TILE.num_warps})
+    constants = {"PACKED": packed, "C": words, "num_warps": PLAIN_TILE.num_warps}
+    return Choice("amax_several_kernel", (programs,), constants)
 
 
 ONE_BY_ONE = "an amax of each tensor, then of these"
