@@ -13,7 +13,7 @@ import torch
 from halfbyte.arguments import ArgumentParser
 from halfbyte.export import forms, save, write
 from halfbyte.export.files import read_folder_json
-from halfbyte.integrations.run_folder import is_run, load_run, load_tokenizer
+from halfbyte.integrations.run_folder import is_run, load_run, tokenizer_of_run
 from halfbyte.recipes import read_recipe
 
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
@@ -128,7 +128,7 @@ def _tokenizer(source: Path, is_needed: bool) -> Any:
     """Return the tokenizer of a folder, None where there is none; that of a run if it is one's."""
     if is_run(config := read_folder_json(source / "config.json")):
         try:
-            return load_tokenizer(source, config)
+            return tokenizer_of_run(source, config)
         except FileNotFoundError as error:
             if is_needed:
                 raise ValueError(str(error)) from error

@@ -80,7 +80,7 @@ def load_run(source: Path, config: Mapping[str, Any]) -> RunModel:
     return RunModel(model.eval(), getattr(torch, config["dtype"]))
 
 
-def load_tokenizer(source: Path, config: Mapping[str, Any]) -> Any:
+def tokenizer_of_run(source: Path, config: Mapping[str, Any]) -> Any:
     """Return the tokenizer of a run, as one of transformers.
 
     Raises:

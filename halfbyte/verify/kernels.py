@@ -6,6 +6,7 @@ Every function yields findings (record.Finding). Inputs and specs are in matrix.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import product
 
 import torch
 from torch import Tensor
@@ -148,15 +149,16 @@ def maxima(device: torch.device, backend: str | None) -> Iterator[Finding]:
             name,
             lambda x=x: difference(ops.amax(to_device(x, device), backend=backend), ops.amax(x, backend="reference")),
         )
-    regular = inputs()["regular"].bfloat16()
-    for name, bad in (("finite", 1.0), ("with NaN", float("nan")), ("with infinity", float("inf"))):
+    bad_values = {"finite": 1.0, "with NaN": float("nan"), "with infinity": float("inf")}
+    for (name, bad), dtype in product(bad_values.items(), (torch.bfloat16, torch.float32)):
+        regular = inputs()["regular"].to(dtype)
         siblings = [regular, (2 * regular[:16]).contiguous(), regular[:5].clone().fill_(bad)]
 
         def together(xs=siblings) -> str | None:
             found = ops.amax_of_all([to_device(x, device) for x in xs], backend=backend)
             return difference(found, torch.stack([ops.amax(x, backend="reference") for x in xs]).amax())
 
-        yield "amax", f"of siblings, {name}", together
+        yield "amax", f"of siblings, {name}, {str(dtype).removeprefix('torch.')}", together
 
 
 def decoding(device: torch.device, backend: str | None) -> Iterator[Finding]:

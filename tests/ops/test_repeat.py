@@ -107,6 +107,7 @@ def test_streams_beyond_32_bits(spec):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_amax(dtype):
     check_repeats(lambda i: ops.amax(data(i, 40, 70, dtype=dtype)))
+    check_repeats(lambda i: ops.amax_of_all([data(i, 40, 72, dtype=dtype), data(i + 9, 8, 72, dtype=dtype)]))
 
 
 @pytest.mark.parametrize("spec", [hb.NVFP4(), hb.NVFP4(outer="row"), TILE, hb.MXFP8()], ids=lambda spec: spec.key)
