@@ -138,3 +138,22 @@ def test_a_graph_replays_with_new_values():
     draw.base.copy_(torch.tensor([3, 4]))
     graph.replay()
     checks.same_blocks(blocks, reference.quantize(x, spec, draw=hb.Philox(3, 4).on("cuda")))
+
+
+SIBLINGS = (
+    ((768, 768), (256, 768), (256, 768)), ((2048, 768), (2048, 768)), ((8, 16),), ((4096, 4096), (1024, 4096)),
+    ((5, 8), (999, 88)), ((3, 5), (7, 9)),
+)  # fmt: skip
+"""Of both dtypes one launch reads them, but for the last, which are no multiple of 16 bytes."""
+
+
+@pytest.mark.parametrize("bad", [None, float("nan"), -float("nan"), float("inf")])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=["bf16", "fp32"])
+def test_the_amax_of_siblings_wherever_it_is(dtype, bad):
+    for shapes in SIBLINGS:
+        for i in range(len(shapes)):
+            xs = [torch.randn(shape, generator=torch.Generator().manual_seed(i)).to(dtype) for shape in shapes]
+            xs[i].view(-1)[-1] = -77.5
+            if bad is not None:
+                xs[-1].view(-1)[1] = bad
+            assert float(hb.ops.amax_of_all([x.cuda() for x in xs])) == 77.5

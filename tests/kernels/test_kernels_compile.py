@@ -255,3 +255,26 @@ def test_a_target_is_assumed_for_a_while():
 def test_the_interpreter_records_nothing():
     with pytest.raises(ValueError, match="TRITON_INTERPRET=1: .* unset it"), record.recording(record.TARGETS["sm_90"]):
         pass
+
+
+READS = """
+import re
+import torch, triton
+from triton.compiler import ASTSource
+from halfbyte.kernels import record
+from halfbyte.kernels.amax.several import greatest_amax
+
+target = record.TARGETS["sm_90"]
+for dtype in (torch.bfloat16, torch.float32):
+    with record.recording(target) as launches:
+        greatest_amax([torch.empty(rows, 776, dtype=dtype, device="meta") for rows in (37, 5, 5)])
+    (launch,) = launches
+    source = ASTSource(launch.kernel, launch.signature, launch.constants, launch.attributes)
+    text = triton.compile(source, target=record.gpu(target), options=launch.options).asm["ptx"]
+    print(launch.kernel.fn.__name__, len(re.findall(r"ld\\.global\\.v4\\.b32", text)))
+"""
+
+
+def test_siblings_are_read_16_bytes_at_a_time():
+    """Of each of three tensors four times: 4096 words by 256 threads. The lengths are not specialized."""
+    assert run(READS).split("\n")[:2] == ["amax_several_kernel 12"] * 2
