@@ -28,6 +28,7 @@ COMMANDS = (
     "nvidia-h200-20261128-501e541.txt",
     "nvidia-h200-20261128-1e63df7.txt",
     "nvidia-h200-20261128-0c7383a.txt",
+    "nvidia-h200-20261129-793faf3.txt",
 )
 INVARIANT = "nvidia-h200-20261123-564ef9a.txt"
 VALUES = "nvidia-h200-20261123-7290378.txt"

@@ -89,11 +89,16 @@ def test_speeds_are_read_from_the_table_of_compare(tmp_path):
     assert bars.speeds(file) == ""
 
 
-def test_a_record_is_printed_with_its_bars():
-    path = next(results.FOLDER.glob("nvidia-h200-20261129T020003-53eedd15.jsonl"))
-    head, first, *_ = bars.lines_of(path)
-    assert head.endswith("-53eedd15.jsonl: NVIDIA H200")
+def test_a_record_is_printed_with_its_bars(tmp_path):
+    path = tmp_path / "nvidia-h200-20261129T020003-53eedd15.jsonl"
+    step = {"case": "steps/60m", "shape": [16, 2048], "us": 50468.1, "metric": "x bf16", "value": 1.2306}
+    step |= {"verdict": "least", "least": 1.3, "aim": 1.15}
+    without = {"case": "amax/tensor", "shape": [8], "problem": "out of memory"}
+    path.write_text("".join(f"{json.dumps(line)}\n" for line in ({"run": {"device": "NVIDIA H200"}}, step, without)))
+    head, first, second = bars.lines_of(path)
+    assert head == f"{path.name}: NVIDIA H200"
     assert first.split() == ["steps/60m", "16x2048", "1.231", "x", "bf16", "least", "1.3/1.15"]
+    assert second.split()[:5] == ["amax/tensor", "8", "out", "of", "memory"]
 
 
 def test_records_are_in_their_folder_whatever_the_clock_ends(tmp_path, capsys, monkeypatch):
