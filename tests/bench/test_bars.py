@@ -8,7 +8,7 @@ import time
 
 import pytest
 
-from bench import bars, machine, registry, results
+from bench import bars, machine, registry
 
 CASES = {case.name for case in registry.all_cases()}
 
