@@ -64,7 +64,6 @@ DIVISIBLE = ["tt.divisibility", 16]
 
 SPILLS = {
     ("activation_backward_kernel", "sm_120"): 8,
-    ("norm_kernel", "sm_103"): 8,  # a 512 wide LayerNorm of a sum; without, it takes 126 registers on sm_90, not 96
     ("packed_amax_kernel", "sm_100"): 48,
     ("packed_amax_kernel", "sm_103"): 48,
     ("token_sum_kernel", "sm_120"): 8,

@@ -25,6 +25,7 @@ from halfbyte.kernels.device import running_max as rm
 from halfbyte.kernels.device.loads import masked_load, masked_store
 from halfbyte.kernels.device.running_max import LANES, Wanted
 from halfbyte.kernels.launch import jit
+from halfbyte.kernels.target import target_of
 from halfbyte.layout import ceil_div
 from halfbyte.rng import Draw
 from halfbyte.spec import NVFP4, Hadamard
@@ -32,6 +33,7 @@ from halfbyte.spec import NVFP4, Hadamard
 NARROW = 2 * LANES_  # columns up to which small programs are faster: more of them fit a multiprocessor at once
 TILE, NUM_WARPS = 1024, 8  # columns of all rows of a program, and its warps, where nothing is centered
 CENTERED_TILES = ((4096, 512, 8), (None, 1024, 16))  # (up to how many columns, columns of a tile, warps)
+CAPPED_REGISTERS = 104  # a thread of narrow passes that the assembler gives 96 and spills, unasked
 WIDE_WARPS = 8  # of a rotation wider than 16, whose rows need more registers a thread
 AHEAD = 4  # tiles of a row's lanes that are loaded before the first is used; half where a pass needs more registers
 
@@ -229,6 +231,7 @@ def norm_with_amaxes(
     ahead = lanes_ahead(cols, centered or added is not None)
     if cols > NARROW and (x if total is None else total).dtype == torch.float32:
         part //= 2  # registers for all rows would leave half the warps
+    full = rows % wanted.group == 0 and cols >= tile
     norm_kernel[(ceil_div(rows, wanted.group),)](
         x,
         added,
@@ -247,8 +250,9 @@ def norm_with_amaxes(
         WANTED=wanted,
         C=tile,
         PASS=Pass(part, ahead),
-        FULL=rows % wanted.group == 0 and cols >= tile,
+        FULL=full,
         **overlap.launch_options(x.device),
+        **(register_cap(x, wanted, centered, added) if full else {}),
         num_warps=num_warps,
         enable_fp_fusion=False,
     )
@@ -271,6 +275,21 @@ def norm_tile(wanted: Wanted, cols: int, centered: bool) -> tuple[int, int, int]
     if not centered:
         return TILE, NUM_WARPS, ROW_GROUP_
     return *next((tile, warps) for most, tile, warps in CENTERED_TILES if most is None or cols <= most), ROW_GROUP_
+
+
+def register_cap(x: Tensor, wanted: Wanted, centered: bool, added: Added | None) -> dict[str, int]:
+    """Return the option with which narrow whole tiles do not spill on sm_100 and sm_103, or none."""
+    target, cols = target_of(x.device), x.shape[1]
+    is_bf16 = x.dtype == torch.bfloat16 and (added is None or added.total.dtype == torch.bfloat16)
+    if not (target.ptx and 100 <= target.capability < 120 and is_bf16 and cols <= NARROW):
+        return {}
+    if added is not None and lanes_ahead(cols, True) > 1:
+        return {}  # 126 to 168 registers, and no spills
+    if centered:
+        spills = added is not None and not wanted.row and not wanted.col
+    else:
+        spills = wanted.group == ROW_GROUP_ and wanted.col == "rotated" and not wanted.fresh
+    return {"maxnreg": CAPPED_REGISTERS} if spills else {}
 
 
 def lanes_ahead(cols: int, halved: bool) -> int:
