@@ -173,6 +173,7 @@ for name in ("sm_90", "sm_100", "sm_103"):
 """
 
 
+@pytest.mark.full  # `make test-targets` runs it
 def test_narrow_norms_do_not_spill_on_data_center_blackwells():
     found = [json.loads(line) for line in run(NARROW).splitlines()]
     assert [spilled for *_, spilled in found] == [0] * 6
