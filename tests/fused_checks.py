@@ -28,7 +28,8 @@ class Wish(NamedTuple):
 
 NOTHING, PLAIN, ROTATED, BY_ROW = Wish("", None), Wish("tensor", hb.NVFP4()), Wish("tensor", RHT), Wish("row", FRESH)
 GIVEN = Wish("tensor", hb.NVFP4(rotation=hb.Hadamard(signs="-++-+---")))
-WISHES = {"nothing": NOTHING, "plain": PLAIN, "rotated": ROTATED, "by_row": BY_ROW}
+WIDE = Wish("tensor", hb.NVFP4(rotation=hb.Hadamard(size=128, signs="fresh")))
+WISHES = {"nothing": NOTHING, "plain": PLAIN, "rotated": ROTATED, "by_row": BY_ROW, "wide": WIDE}
 
 
 def random(shape: tuple[int, ...], dtype: torch.dtype, seed: int, scale: float = 1.0) -> Tensor:

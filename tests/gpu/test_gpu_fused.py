@@ -17,7 +17,8 @@ pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a C
 BF16, FP32, FP16 = torch.bfloat16, torch.float32, torch.float16
 RAGGED, WHOLE = (333, 1001), (64, 4096)  # every other shape is another compilation
 NARROW = (64, 512), (64, 768), (48, 3000)  # tiles for narrow rows; a last tile that does columns again
-RECIPES = ("nvfp4", "nvfp4_mxfp8_bwd", "mxfp8", "nvfp4_forward", "bf16")
+RECIPES = {name: name for name in ("nvfp4", "quartet2", "nvfp4_mxfp8_bwd", "mxfp8", "nvfp4_forward", "bf16")}
+RECIPES["nvfp4, a rotation of 64"] = hb.recipes.nvfp4(hadamard=hb.Hadamard(size=64))
 
 
 @pytest.mark.parametrize("centered", [False, True], ids=["rms", "layer"])
@@ -60,7 +61,7 @@ def test_a_layer_with_a_residual_is_a_sum_and_a_layer():
     assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
 
 
-@pytest.mark.parametrize("wish", ["nothing", "plain", "by_row"])
+@pytest.mark.parametrize("wish", ["nothing", "plain", "by_row", "wide"])
 def test_other_amaxes(wish):
     checks.check_norm(RAGGED, "cuda", checks.WISHES[wish], False, (FP16, FP16))
     checks.check_activation(RAGGED, "cuda", checks.WISHES[wish], "relu2", False, FP16)
@@ -82,7 +83,7 @@ def test_signs_that_are_given():
 def test_fused_is_unfused(recipe):
     """Output and every gradient of an MLP, stochastic rounding included."""
     torch.manual_seed(0)
-    m = LayerNormMLP(512, 768, recipe=recipe, state=hb.RunState(1)).to("cuda", BF16)
+    m = LayerNormMLP(512, 768, recipe=RECIPES[recipe], state=hb.RunState(1)).to("cuda", BF16)
 
     def parts(x):
         h = HF.activation("swiglu", *forward_shared(HF.rms_norm(x, m.norm.weight), (m.gate_proj, m.up_proj)))

@@ -1,5 +1,7 @@
 """Norm and activation kernels against the reference in Triton's interpreter, bit for bit."""
 
+from itertools import product
+
 import fused_checks as checks
 import pytest
 import torch
@@ -7,6 +9,8 @@ import torch
 from halfbyte.arithmetic import FUNCTIONS, Normed
 from halfbyte.kernels.device import running_max as rm
 from halfbyte.kernels.fused import norm_gradient
+from halfbyte.kernels.launch import watching
+from halfbyte.spec import NVFP4, Hadamard
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 DTYPES = ((BF16, BF16), (FP32, BF16), (FP32, FP32))
@@ -161,6 +165,31 @@ def test_activation_of_whole_tiles(wish):
     checks.check_activation((32, 512), "cpu", checks.WISHES[wish], "silu", True, BF16)
 
 
+class Launches(list):
+    """All that are told."""
+
+    def launched(self, launch):
+        self.append((launch.kernel.__name__, getattr(launch.arguments.get("WANTED"), "group", None)))
+
+
+def launches_of(wish: checks.Wish) -> tuple[set[str], set[int]]:
+    """Return what a norm and an activation launch there and back, and how many rows those hold that collect maxima."""
+    with watching(launches := Launches()):
+        checks.check_norm((18, 40), "cpu", wish, False, (BF16, BF16))
+        checks.check_activation((18, 40), "cpu", wish, "silu", True, BF16)
+    return {name for name, _ in launches}, {rows for _, rows in launches if rows is not None}
+
+
+def test_no_kernel_holds_the_rows_of_a_wide_rotation():
+    """For 64 the assembler spills, for 128 compilers take half an hour."""
+    for size, signs in product((64, 128), ("fixed", "fresh")):
+        wish = checks.Wish("tensor", NVFP4(rotation=Hadamard(size=size, signs=signs)))
+        names, rows = launches_of(wish)
+        assert rows == {16} and "amax_rotated_kernel" in names
+    names, rows = launches_of(checks.Wish("row", checks.FRESH))
+    assert rows == {32} and "amax_rotated_kernel" not in names
+
+
 def test_the_workspace_is_left_as_zeros():
     """The next launch starts from it."""
     checks.check_activation((19, 40), "cpu", checks.ROTATED, "silu", True, BF16)
@@ -177,5 +206,6 @@ def test_empty_tensors_are_never_launched(shape, monkeypatch):
     assert y.shape == shape and total is None and amaxes[0] == 0
     y, total, _, amaxes = checks.norm.norm_with_amaxes(*arguments, x.bfloat16())
     assert y.shape == total.shape == shape and total.dtype == FP32 and amaxes[0] == 0
-    h, amaxes = checks.activation.activation_with_amaxes(x, x, "silu", "tensor", checks.RHT, None)
-    assert h.shape == shape and amaxes[0] == amaxes[1] == 0
+    for col in (checks.RHT, checks.WIDE.col):
+        h, amaxes = checks.activation.activation_with_amaxes(x, x, "silu", "tensor", col, checks.PLACE)
+        assert h.shape == shape and amaxes[0] == amaxes[1] == 0

@@ -15,7 +15,8 @@ from halfbyte.kernels.device import rows as pr
 from halfbyte.kernels.device import running_max as rm
 from halfbyte.kernels.device.loads import masked_store
 from halfbyte.kernels.device.ptx import has_ptx
-from halfbyte.kernels.device.running_max import Wanted
+from halfbyte.kernels.device.running_max import AmaxPair, Wanted
+from halfbyte.kernels.fused.collected import collected, with_column
 from halfbyte.kernels.launch import jit
 from halfbyte.layout import ceil_div
 from halfbyte.rng import Draw
@@ -210,7 +211,7 @@ def activation_backward_kernel(
 def activation_with_amaxes(
     x: Tensor, up: Tensor | None, function: str, row: str, col: NVFP4 | None, sign_draw: Draw | None
 ) -> tuple[Tensor, tuple[Tensor, Tensor]]:
-    """Return h = f(x), or f(x) * up, and the amaxes with which h and h.T will be quantized, from one launch.
+    """Return h = f(x), or f(x) * up, and the amaxes with which h and h.T will be quantized, most from one launch.
 
     Args:
         x: bf16, fp16 or fp32 [rows, cols], the gate if there is an `up`.
@@ -221,10 +222,10 @@ def activation_with_amaxes(
     x, up = (None if t is None else t.contiguous() for t in (x, up))
     rows, cols = x.shape
     out = torch.empty(rows, cols, dtype=x.dtype, device=x.device)
-    wanted = rm.wanted_of(row, col)
+    wanted = rm.wanted_of(row, collected(col))
     amaxes = rm.allocate_amaxes(wanted, rows, x.device)
     if not x.numel():
-        return out, (amaxes[0].zero_(), amaxes[1].zero_())
+        return out, with_column(AmaxPair(amaxes.row.zero_(), amaxes.col.zero_()), out, col, sign_draw)
     grid, options = _launch_options(x, function, wanted)
     activation_kernel[grid](
         x,
@@ -237,7 +238,7 @@ def activation_with_amaxes(
         cols,
         **options,
     )
-    return out, amaxes
+    return out, with_column(amaxes, out, col, sign_draw)
 
 
 def activation_backward_with_amaxes(
@@ -254,10 +255,12 @@ def activation_backward_with_amaxes(
     rows, cols = x.shape
     dx = torch.empty(rows, cols, dtype=x.dtype, device=x.device)
     dup = None if up is None else torch.empty(rows, cols, dtype=up.dtype, device=x.device)
-    wanted = rm.wanted_of(row, col)
-    amaxes = [rm.allocate_amaxes(wanted, rows, x.device) for _ in ((dx,) if dup is None else (dx, dup))]
+    wanted = rm.wanted_of(row, collected(col))
+    made = [t for t in (dx, dup) if t is not None]
+    amaxes = [rm.allocate_amaxes(wanted, rows, x.device) for _ in made]
     if not x.numel():
-        return (dx, dup), tuple((a.zero_(), b.zero_()) for a, b in amaxes)
+        amaxes = [AmaxPair(a.zero_(), b.zero_()) for a, b in amaxes]
+        return (dx, dup), tuple(with_column(*pair, col, sign_draw) for pair in zip(amaxes, made, strict=True))
     grid, options = _launch_options(x, function, wanted)
     space = rm.workspace(wanted, x.device)
     activation_backward_kernel[grid](
@@ -275,7 +278,7 @@ def activation_backward_with_amaxes(
         cols,
         **options,
     )
-    return (dx, dup), tuple(amaxes)
+    return (dx, dup), tuple(with_column(*pair, col, sign_draw) for pair in zip(amaxes, made, strict=True))
 
 
 def tile_columns(wanted: Wanted) -> int:

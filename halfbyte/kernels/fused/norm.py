@@ -23,7 +23,8 @@ from halfbyte.kernels.device import overlap
 from halfbyte.kernels.device import rows as pr
 from halfbyte.kernels.device import running_max as rm
 from halfbyte.kernels.device.loads import masked_load, masked_store
-from halfbyte.kernels.device.running_max import LANES, Wanted
+from halfbyte.kernels.device.running_max import LANES, AmaxPair, Wanted
+from halfbyte.kernels.fused.collected import collected, with_column
 from halfbyte.kernels.launch import jit
 from halfbyte.kernels.target import target_of
 from halfbyte.layout import ceil_div
@@ -206,7 +207,7 @@ def norm_with_amaxes(
     sign_draw: Draw | None,
     residual: Tensor | None = None,
 ) -> tuple[Tensor, Tensor | None, tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:
-    """Return y, the sum, (mean, rstd) and the amaxes with which y and y.T will be quantized, from one launch.
+    """Return y, the sum, (mean, rstd) and the amaxes with which y and y.T will be quantized, most from one launch.
 
     Args:
         x: bf16, fp16 or fp32 [rows, cols].
@@ -222,11 +223,12 @@ def norm_with_amaxes(
     rows, cols = x.shape
     y = torch.empty(rows, cols, dtype=dtype, device=x.device)
     mean, rstd = (torch.empty(n, dtype=torch.float32, device=x.device) for n in (rows if centered else 0, rows))
-    wanted = rm.wanted_of(row, col)
+    wanted = rm.wanted_of(row, collected(col))
     amaxes = rm.allocate_amaxes(wanted, rows, x.device)
     total = None if added is None else added.total
     if not x.numel():
-        return y, total, (mean.zero_(), rstd.zero_()), (amaxes[0].zero_(), amaxes[1].zero_())
+        amaxes = AmaxPair(amaxes.row.zero_(), amaxes.col.zero_())
+        return y, total, (mean.zero_(), rstd.zero_()), with_column(amaxes, y, col, sign_draw)
     tile, num_warps, part = norm_tile(wanted, cols, centered)
     ahead = lanes_ahead(cols, centered or added is not None)
     if cols > NARROW and (x if total is None else total).dtype == torch.float32:
@@ -256,7 +258,7 @@ def norm_with_amaxes(
         num_warps=num_warps,
         enable_fp_fusion=False,
     )
-    return y, total, (mean, rstd), amaxes
+    return y, total, (mean, rstd), with_column(amaxes, y, col, sign_draw)
 
 
 def added_to(x: Tensor, residual: Tensor) -> Added:
