@@ -254,7 +254,13 @@ op("amax(Tensor x, str backend) -> Tensor", _amax, _amax_fake, takes_parameters=
 
 
 def amax_of_all(xs: Sequence[Tensor], backend: str | None = None) -> Tensor:
-    """Return the largest `amax` of tensors on one device, at least one: fp32 []."""
+    """Return the largest `amax` of tensors on one device: fp32 [].
+
+    Raises:
+        ValueError: xs is empty.
+    """
+    if not xs:
+        raise ValueError("xs=[]: of no tensors there is no amax; give at least one")
     for x in xs:
         _check_input(x)
     return call_op(torch.ops.halfbyte.amax_of_all, list(xs), backend or "")

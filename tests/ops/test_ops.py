@@ -95,6 +95,11 @@ def test_backend_is_chosen_with_a_reason():
         hb.quantize(torch.randn(16), STANDARD, backend="triton")
 
 
+def test_of_no_tensors_there_is_no_amax():
+    with pytest.raises(ValueError, match="xs=\\[\\]"):
+        ops.amax_of_all([])
+
+
 def test_layers_run_on_the_meta_device():
     """Shapes alone; torch has no autocast there and raises when asked for it."""
     layers = (

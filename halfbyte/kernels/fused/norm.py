@@ -14,8 +14,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from halfbyte.arithmetic import LANES as LANES_
-from halfbyte.arithmetic import ROW_GROUP as ROW_GROUP_
 from halfbyte.formats import f32
 from halfbyte.kernels.device import casts as pm
 from halfbyte.kernels.device import decode as dc
@@ -23,20 +21,12 @@ from halfbyte.kernels.device import overlap
 from halfbyte.kernels.device import rows as pr
 from halfbyte.kernels.device import running_max as rm
 from halfbyte.kernels.device.loads import masked_load, masked_store
-from halfbyte.kernels.device.running_max import LANES, AmaxPair, Wanted
+from halfbyte.kernels.device.running_max import LANES, AmaxPair
 from halfbyte.kernels.fused.collected import collected, with_column
+from halfbyte.kernels.fused.norm_route import NormForward, choose_forward
 from halfbyte.kernels.launch import jit
-from halfbyte.kernels.target import target_of
-from halfbyte.layout import ceil_div
 from halfbyte.rng import Draw
-from halfbyte.spec import NVFP4, Hadamard
-
-NARROW = 2 * LANES_  # columns up to which small programs are faster: more of them fit a multiprocessor at once
-TILE, NUM_WARPS = 1024, 8  # columns of all rows of a program, and its warps, where nothing is centered
-CENTERED_TILES = ((4096, 512, 8), (None, 1024, 16))  # (up to how many columns, columns of a tile, warps)
-CAPPED_REGISTERS = 104  # a thread of narrow passes that the assembler gives 96 and spills, unasked
-WIDE_WARPS = 8  # of a rotation wider than 16, whose rows need more registers a thread
-AHEAD = 4  # tiles of a row's lanes that are loaded before the first is used; half where a pass needs more registers
+from halfbyte.spec import NVFP4
 
 
 class Added(NamedTuple):
@@ -44,13 +34,6 @@ class Added(NamedTuple):
 
     residual: Any
     total: Any
-
-
-class Pass(NamedTuple):
-    """How statistics are worked out: of how many rows at once, and how many tiles of lanes are loaded ahead."""
-
-    part: int
-    ahead: int
 
 
 @triton.jit
@@ -229,12 +212,8 @@ def norm_with_amaxes(
     if not x.numel():
         amaxes = AmaxPair(amaxes.row.zero_(), amaxes.col.zero_())
         return y, total, (mean.zero_(), rstd.zero_()), with_column(amaxes, y, col, sign_draw)
-    tile, num_warps, part = norm_tile(wanted, cols, centered)
-    ahead = lanes_ahead(cols, centered or added is not None)
-    if cols > NARROW and (x if total is None else total).dtype == torch.float32:
-        part //= 2  # registers for all rows would leave half the warps
-    full = rows % wanted.group == 0 and cols >= tile
-    norm_kernel[(ceil_div(rows, wanted.group),)](
+    choice = choose_forward(NormForward(x, total, wanted, centered))
+    norm_kernel[choice.grid](
         x,
         added,
         weight,
@@ -250,12 +229,8 @@ def norm_with_amaxes(
         f32(eps),
         CENTERED=centered,
         WANTED=wanted,
-        C=tile,
-        PASS=Pass(part, ahead),
-        FULL=full,
+        **choice.constants,
         **overlap.launch_options(x.device),
-        **(register_cap(x, wanted, centered, added) if full else {}),
-        num_warps=num_warps,
         enable_fp_fusion=False,
     )
     return y, total, (mean, rstd), with_column(amaxes, y, col, sign_draw)
@@ -266,37 +241,3 @@ def added_to(x: Tensor, residual: Tensor) -> Added:
     # torch.promote_types of bf16, fp16 and fp32, which is an op and would keep the launch out of a record.
     dtype = x.dtype if x.dtype == residual.dtype else torch.float32
     return Added(residual.contiguous(), torch.empty(x.shape, dtype=dtype, device=x.device))
-
-
-def norm_tile(wanted: Wanted, cols: int, centered: bool) -> tuple[int, int, int]:
-    """Return the columns of a tile of `group` rows, warps, and how many rows' statistics are worked out at once."""
-    if wanted.group != ROW_GROUP_:
-        return rm.TILE_ELEMENTS // wanted.group, WIDE_WARPS, ROW_GROUP_
-    if cols <= NARROW:
-        return LANES_ if centered or cols % LANES_ == 0 else LANES_ // 2, 4, ROW_GROUP_ // 2
-    if not centered:
-        return TILE, NUM_WARPS, ROW_GROUP_
-    return *next((tile, warps) for most, tile, warps in CENTERED_TILES if most is None or cols <= most), ROW_GROUP_
-
-
-def register_cap(x: Tensor, wanted: Wanted, centered: bool, added: Added | None) -> dict[str, int]:
-    """Return the option with which narrow whole tiles do not spill on sm_100 and sm_103, or none."""
-    target, cols = target_of(x.device), x.shape[1]
-    is_bf16 = x.dtype == torch.bfloat16 and (added is None or added.total.dtype == torch.bfloat16)
-    if not (target.ptx and 100 <= target.capability < 120 and is_bf16 and cols <= NARROW):
-        return {}
-    if added is not None and lanes_ahead(cols, True) > 1:
-        return {}  # 126 to 168 registers, and no spills
-    if centered:
-        spills = added is not None and not wanted.row and not wanted.col
-    else:
-        spills = wanted.group == ROW_GROUP_ and wanted.col == "rotated" and not wanted.fresh
-    return {"maxnreg": CAPPED_REGISTERS} if spills else {}
-
-
-def lanes_ahead(cols: int, halved: bool) -> int:
-    """Return how many tiles of a row's lanes a forward loads before the first is used: no more than are whole."""
-    return max(1, min(AHEAD // 2 if halved else AHEAD, cols // LANES_))
-
-
-ROTATED = rm.wanted_of("tensor", NVFP4(rotation=Hadamard()))

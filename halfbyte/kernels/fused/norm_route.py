@@ -1,4 +1,4 @@
-"""Which kernel takes the gradient of a norm, and with which tile (docs/internals/fused.md)."""
+"""With which tile a norm runs, and which kernel takes its gradient, with which tile (docs/internals/fused.md)."""
 
 from __future__ import annotations
 
@@ -9,8 +9,90 @@ import triton
 from torch import Tensor
 
 from halfbyte.arithmetic import LANES, ROW_GROUP, Normed
+from halfbyte.kernels.device import running_max as rm
+from halfbyte.kernels.device.running_max import Wanted
 from halfbyte.kernels.route import Candidate, Choice, Reason, choose_from, fits_all
+from halfbyte.kernels.target import target_of
 from halfbyte.layout import ceil_div
+
+NARROW = 2 * LANES  # columns up to which small programs are faster: more of them fit a multiprocessor at once
+TILE, NUM_WARPS = 1024, 8  # columns of all rows of a program, and its warps, where nothing is centered
+CENTERED_TILES = ((4096, 512, 8), (None, 1024, 16))  # (up to how many columns, columns of a tile, warps)
+CAPPED_REGISTERS = 104  # a thread of narrow passes that the assembler gives 96 and spills, unasked
+WIDE_WARPS = 8  # of a rotation wider than 16, whose rows need more registers a thread
+AHEAD = 4  # tiles of a row's lanes that are loaded before the first is used; half where a pass needs more registers
+
+
+class NormForward(NamedTuple):
+    """Norm x [rows, cols], contiguous, or `total`, to which a residual is added on the way, and collect maxima."""
+
+    x: Tensor
+    total: Tensor | None
+    wanted: Wanted
+    centered: bool
+
+    @property
+    def read(self) -> Tensor:
+        """What is normed."""
+        return self.x if self.total is None else self.total
+
+
+class Pass(NamedTuple):
+    """How statistics are worked out: of how many rows at once, and how many tiles of lanes are loaded ahead."""
+
+    part: int
+    ahead: int
+
+
+def _forward(one: NormForward) -> Choice:
+    rows, cols = one.x.shape
+    tile, warps, part = _tile(one.wanted, cols, one.centered)
+    if cols > NARROW and one.read.dtype == torch.float32:
+        part //= 2  # registers for all rows would leave half the warps
+    full = rows % one.wanted.group == 0 and cols >= tile
+    constants = {"C": tile, "PASS": Pass(part, _ahead(cols, one.centered or one.total is not None)), "FULL": full}
+    cap = _register_cap(one) if full else {}
+    return Choice("norm_kernel", (ceil_div(rows, one.wanted.group),), {**constants, **cap, "num_warps": warps})
+
+
+def _tile(wanted: Wanted, cols: int, centered: bool) -> tuple[int, int, int]:
+    """Return the columns of a tile of `group` rows, warps, and how many rows' statistics are worked out at once."""
+    if wanted.group != ROW_GROUP:
+        return rm.TILE_ELEMENTS // wanted.group, WIDE_WARPS, ROW_GROUP
+    if cols <= NARROW:
+        return LANES if centered or cols % LANES == 0 else LANES // 2, 4, ROW_GROUP // 2
+    if not centered:
+        return TILE, NUM_WARPS, ROW_GROUP
+    return *next((tile, warps) for most, tile, warps in CENTERED_TILES if most is None or cols <= most), ROW_GROUP
+
+
+def _register_cap(one: NormForward) -> dict[str, int]:
+    """Return the option with which narrow whole tiles do not spill on sm_100 and sm_103, or none."""
+    target, cols, wanted = target_of(one.x.device), one.x.shape[1], one.wanted
+    is_bf16 = one.x.dtype == one.read.dtype == torch.bfloat16
+    if not (target.ptx and 100 <= target.capability < 120 and is_bf16 and cols <= NARROW):
+        return {}
+    if one.total is not None and _ahead(cols, True) > 1:
+        return {}  # 126 to 168 registers, and no spills
+    if one.centered:
+        spills = one.total is not None and not wanted.row and not wanted.col
+    else:
+        spills = wanted.group == ROW_GROUP and wanted.col == "rotated" and not wanted.fresh
+    return {"maxnreg": CAPPED_REGISTERS} if spills else {}
+
+
+def _ahead(cols: int, halved: bool) -> int:
+    """Return how many tiles of a row's lanes a forward loads before the first is used: no more than are whole."""
+    return max(1, min(AHEAD // 2 if halved else AHEAD, cols // LANES))
+
+
+FORWARD = (Candidate("norm_kernel", fits_all, _forward, "statistics, norm and maxima from one launch"),)
+
+
+def choose_forward(one: NormForward) -> Choice:
+    """Return how a norm runs."""
+    return choose_from(FORWARD, one)
+
 
 HELD_TILES = 8
 
