@@ -82,7 +82,7 @@ test-full: setup
 
 test-distributed: setup
 	@$(BIN)/python -m compileall -q halfbyte # what changed since setup, which each of many processes would compile
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/scale -n $(JOBS) --timeout 300 -m "not full" -q $(TEST_ARGS)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/scale -n $(JOBS) --dist worksteal --timeout 300 -m "not full" -q $(TEST_ARGS)
 
 test-distributed-full: setup test-distributed-next-full
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/scale --timeout 1800 -q $(TEST_ARGS)
