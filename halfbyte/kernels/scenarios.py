@@ -199,6 +199,7 @@ def native_products(target: Target) -> Iterator[Scenario]:
 
 FOLLOWING: dict[str, tuple[str, NVFP4 | None]] = {
     "no amax": ("", None),
+    "amax of x alone": ("tensor", None),
     "amaxes": ("tensor", PLAIN),
     "rotated column": ("tensor", RHT),
     "amax of rows": ("row", rotated_spec(32)),

@@ -67,18 +67,22 @@ def _tile(wanted: Wanted, cols: int, centered: bool) -> tuple[int, int, int]:
 
 
 def _register_cap(one: NormForward) -> dict[str, int]:
-    """Return the option with which narrow whole tiles do not spill on sm_100 and sm_103, or none."""
-    target, cols, wanted = target_of(one.x.device), one.x.shape[1], one.wanted
-    is_bf16 = one.x.dtype == one.read.dtype == torch.bfloat16
-    if not (target.ptx and 100 <= target.capability < 120 and is_bf16 and cols <= NARROW):
-        return {}
-    if one.total is not None and _ahead(cols, True) > 1:
-        return {}  # 126 to 168 registers, and no spills
+    """Return the option with which narrow whole tiles do not spill, or none."""
+    target, is_bf16 = target_of(one.x.device), one.x.dtype == one.read.dtype == torch.bfloat16
+    is_narrow = target.ptx and is_bf16 and one.x.shape[1] <= NARROW
+    return {"maxnreg": CAPPED_REGISTERS} if is_narrow and _spills(one, target.capability) else {}
+
+
+def _spills(one: NormForward, capability: int) -> bool:
+    """Say whether the assembler, unasked, spills a narrow norm of bf16."""
+    wanted, is_sum, two_ahead = one.wanted, one.total is not None, _ahead(one.x.shape[1], True) > 1
+    if capability == 89:
+        return one.centered and not is_sum and two_ahead and wanted.row == "tensor" and not wanted.col
+    if not 100 <= capability < 120 or (is_sum and two_ahead):  # 126 to 168 registers, and no spills
+        return False
     if one.centered:
-        spills = one.total is not None and not wanted.row and not wanted.col
-    else:
-        spills = wanted.group == ROW_GROUP and wanted.col == "rotated" and not wanted.fresh
-    return {"maxnreg": CAPPED_REGISTERS} if spills else {}
+        return is_sum and not wanted.row and not wanted.col
+    return wanted.group == ROW_GROUP and wanted.col == "rotated" and not wanted.fresh
 
 
 def _ahead(cols: int, halved: bool) -> int:
