@@ -15,17 +15,12 @@ minutes, with 128 the compiler takes half an hour (docs/internals/fused.md)."""
 
 
 def collected(col: NVFP4 | None) -> NVFP4 | None:
-    """Return the spec of a column operand whose amax is collected; None where it is not."""
-    return None if _is_found_later(col) else col
-
-
-def _is_found_later(col: NVFP4 | None) -> bool:
-    return col is not None and col.rotation is not None and col.rotation.size > MOST_ROWS
+    """Return the spec of a column operand whose amax is collected; None where none is wanted, or it is found later."""
+    return None if col is not None and col.rotation is not None and col.rotation.size > MOST_ROWS else col
 
 
 def with_column(amaxes: AmaxPair, y: Tensor, col: NVFP4 | None, sign_draw: Draw | None) -> AmaxPair:
     """Return the amaxes of y [rows, cols] and y.T as collected, that of a wide rotation's columns by another read."""
-    if not _is_found_later(col):
+    if col is None or collected(col) is not None:
         return amaxes
-    assert col is not None, "said above"
     return amaxes._replace(col=operand_amax(y.T, col, sign_draw))
