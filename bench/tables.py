@@ -16,6 +16,7 @@ from types import MappingProxyType
 
 from bench import (
     computed_tables,
+    counters_tables,
     full_size_tables,
     gather_tables,
     instructions,
@@ -39,6 +40,7 @@ PAGES = (ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md")))
 BLOCK = re.compile(r"(<!-- results: ([\w-]+) -->)(.*?)(<!-- /results -->)", re.DOTALL)
 WIDE: tuple[Shape, ...] = ((8192, 8192), (16384, 8192))
 EXPERTS: tuple[Shape, ...] = ((8, 32768, 7168, 2048), (64, 32768, 7168, 2048))
+SMALL_GROUPS: tuple[Shape, ...] = ((60, 8192, 2048, 1408),)
 Renderer = Callable[[Sequence[Record]], str]
 
 KERNELS = (
@@ -60,6 +62,11 @@ KERNELS = (
     ("row + rotated column, both as values, stochastic", "row_col/sr+sr-rht-values"),
     ("NVFP4 row + MXFP8 column", "row_col/1x16+mxfp8"),
     ("16×16 in both orientations, codes", "row_col/16x16"),
+    ("MS-EDEN", "quantize/eden"),
+    ("MS-EDEN rotated by 128, fresh signs", "quantize/eden-rht128"),
+    ("the same of x.T", "quantize/eden-rht128-col"),
+    ("MS-EDEN row + column rotated by 16", "row_col/eden+eden-rht"),
+    ("MS-EDEN in both orientations as in quartet2", "row_col/eden-rht128"),
     ("amax", "amax/tensor"),
     ("amax of x and of the rotated columns, one pass", "amax/tensor+rht"),
     ("dequantize", "dequantize/linear"),
@@ -81,6 +88,7 @@ WIDTHS = (
 GROUPED = (
     ("activations, row and rotated column, codes", "grouped/quantize-tokens"),
     ("gradients, stochastic, both as codes", "grouped/quantize-gradient"),
+    ("gradients, MS-EDEN as in quartet2", "grouped/quantize-eden"),
     ("weights, 16×16, row and column as codes", "grouped/quantize-experts"),
     ("swizzle of rows", "grouped/swizzle-rows"),
     ("swizzle along the contraction", "grouped/swizzle-contraction"),
@@ -317,6 +325,7 @@ RENDERERS: Mapping[str, Renderer] = MappingProxyType(
         "widths": by_shape(WIDTHS, [(16384, 2880), (65536, 896)], ["16384×2880", "65536×896"]),
         "failures": failures,
         "grouped": by_shape(GROUPED, EXPERTS, ["8 experts", "64 experts"]),
+        "small-groups": by_shape(GROUPED[:2], SMALL_GROUPS, ["60 experts, 8,192 tokens, 2048 → 1408"]),
         "fused": of_any_shape(FUSED, "shape"),
         "training": training,
         "host": host,
@@ -326,6 +335,7 @@ RENDERERS: Mapping[str, Renderer] = MappingProxyType(
         "users": users,
         **listing_tables.RENDERERS,
         **full_size_tables.RENDERERS,
+        **counters_tables.RENDERERS,
         **gather_tables.RENDERERS,
         **parallel_tables.RENDERERS,
         **zero_tables.RENDERERS,

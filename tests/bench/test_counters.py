@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from bench import counters
+from bench import counters, counters_tables
+from bench.records import Record
 from bench.registry import all_cases
 
 # As ncu writes a raw page: what the program prints between, a line of names, a line of units, a line a kernel.
@@ -143,3 +144,26 @@ def test_every_case_has_a_line_of_the_record(monkeypatch, tmp_path, capsys):
     head, *lines = map(json.loads, path.read_text().splitlines())
     assert head["run"]["copy_TB_s"] == 4.0 and len(lines) == len(names)
     assert capsys.readouterr().out.count("NO FIGURE: none") == len(names)
+
+
+def test_the_table_has_the_newest_count_of_each_kernel_that_quantizes():
+    def record(stamp: str, case: str, shape: list[int], **values: float) -> Record:
+        plain = {"us": 100.0, "instructions": 34.0, "issue": 0.7, "alu": 0.6, "l2": 0.8, "dram": 0.4, "warps": 19.2}
+        line = {"case": f"counters/{case}", "shape": shape} | plain | values
+        return Record(
+            key=(line["case"], tuple(shape)), run={"commit": "abc"}, values=line, file=f"counters-gpu-{stamp}-abc.jsonl"
+        )
+
+    text = counters_tables.counters(
+        [
+            record("20260101T000000", "row_col/sr+sr-rht", [8192, 8192], of_copy=0.4),
+            record("20260102T000000", "row_col/sr+sr-rht", [8192, 8192], of_copy=0.5),
+            record("20260102T000000", "grouped/quantize-eden", [64, 32768, 7168, 2048], us=3.0),
+            record("20260102T000000", "grouped/quantize-eden", [64, 32768, 7168, 2048], us=212.0),
+        ]
+    )
+    lines = [line for line in text.splitlines() if line.startswith("| ")][1:]
+    assert lines == [
+        "| row_col/sr+sr-rht | 100 | 34.0 | 70 % | 60 % | 80 % | 40 % | 19 | 50 % | 55 % | 77 % | a |",
+        "| quantize-eden, 64 | 212 | 34.0 | 70 % | 60 % | 80 % | 40 % | 19 |  | 40 % |  | a |",
+    ]
