@@ -204,6 +204,8 @@ class _Machine:
         if name == "setp":
             self.set_predicate(rest, to, operands, mask)
             return
+        if name == "prmt" and re.fullmatch(r"0x[0-3]{4}U?", operands[2]):
+            operands = [operands[0], operands[0], operands[2]]  # none of the second's bytes is chosen: nobody writes it
         function = FUNCTIONS.get(name)
         if function is None:
             raise NotImplementedError(f"PTX instruction {statement.opcode!r} is not emulated")

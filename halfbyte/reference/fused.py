@@ -59,7 +59,8 @@ def activation_with_amaxes(
 ) -> tuple[Tensor, tuple[Tensor, Tensor]]:
     """Return h = f(x), or f(x) * up, and its `operand_amaxes`."""
     h = activation(x, up, function)
-    return h, operand_amaxes(h, row, col, sign_draw)
+    amaxes = operand_amaxes(h, row, col, sign_draw)
+    return h, amaxes
 
 
 def activation_backward_with_amaxes(
