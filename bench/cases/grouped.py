@@ -32,7 +32,7 @@ TOKENS, IN, OUT = 32768, 7168, 2048
 SHAPES: tuple[Shape, ...] = ((8, TOKENS, IN, OUT), (64, TOKENS, IN, OUT))
 """E experts, M tokens, K in_features, N out_features."""
 SMALL_GROUPS: Shape = (60, 8192, 2048, 1408)
-"""Groups of about 137 tokens, whose last tiles are half padding."""
+"""Groups of 30 to 266 tokens: in tiles of 64 rows, 18 % of what is quantized is padding."""
 
 SMALL, RAGGED = (3, 40, 64, 48), (5, 301, 144, 96)
 LAYER_TOLERANCE = 3e-3  # two roundings to bf16, of equal operands summed in another order
