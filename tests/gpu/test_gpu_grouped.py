@@ -69,7 +69,7 @@ def test_bytes_of_tokens(pair, groups):
 def test_bytes_as_other_sizes_and_targets_find_them(pair, monkeypatch):
     """Several tiles a program, as large tensors have them; of maxima the warps that sm_100 takes."""
     warps_of = amax_route.amax_warps
-    monkeypatch.setattr(amax_route, "amax_warps", lambda tile, rule, _: warps_of(tile, rule, 100))
+    monkeypatch.setattr(amax_route, "amax_warps", lambda side, _: warps_of(side, 100))
     monkeypatch.setattr(grouped_route, "LOOPS", ((1, 2),))
     test_bytes_of_tokens(pair, "ragged")
     test_bytes_of_tokens(pair, "uneven")

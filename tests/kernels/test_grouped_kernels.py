@@ -12,7 +12,10 @@ import halfbyte as hb
 from halfbyte import reference
 from halfbyte.functional.split import LayerSplit, Part, cut
 from halfbyte.kernels import backend
+from halfbyte.kernels.amax.route import wide_side
+from halfbyte.kernels.device.scales import rule_of
 from halfbyte.kernels.gemm.grouped import clear_tail, grouped_gemm_nt
+from halfbyte.kernels.groups import plan_groups
 from halfbyte.kernels.quantize import grouped_route, route
 from halfbyte.kernels.quantize.one import quantize_side
 from halfbyte.kernels.unpack.grouped_dequantize import grouped_dequantize
@@ -86,6 +89,43 @@ def test_every_spec(pair):
     layout = SWIZZLED_32_4_4 if pair in ("tile_4over6", "mixed") else LINEAR
     dtype = torch.float32 if pair in ("row", "mixed") else torch.bfloat16
     check_bytes(tokens(sizes, padding, dtype), ends(sizes), PAIRS[pair], scale_layout=layout)
+
+
+WIDEST = {
+    "nearest": hb.NVFP4(rotation=hb.Hadamard(size=128)),
+    "halves_differ": hb.NVFP4(rotation=hb.Hadamard(size=128, signs="+" * 64 + "-" * 64)),
+    "stochastic": hb.NVFP4(**SR, rotation=hb.Hadamard(size=128, signs="+--+")),
+    "row": hb.NVFP4(rotation=hb.Hadamard(size=128, signs="fresh"), outer="row"),
+    "eden": SPECS["eden_rotated_fresh"],
+    "candidates": hb.NVFP4(rotation=hb.Hadamard(size=128), scaling=hb.FourOverSix(), e4m3_max=256.0),
+    "half": hb.NVFP4(rotation=hb.Hadamard(size=64), outer="row"),
+}
+WIDE_SIZES = (131, 0, 5)  # a whole tile and what is left of a group, NaN and Inf in either
+READ = {"words": (0, torch.bfloat16), "values": (1, torch.bfloat16), "fp32": (0, torch.float32)}
+
+
+@pytest.mark.parametrize(
+    "name,kind", [*((name, "words") for name in WIDEST), *(("eden", kind) for kind in ("values", "fp32")), ("row", "fp32")]
+)
+def test_threads_share_groups_of_128(name, kind):
+    """Rows in words, value by value, and of another dtype."""
+    spec, (start, dtype), rows = WIDEST[name], READ[kind], sum(WIDE_SIZES)
+    x = torch.randn(rows + 3, start + 200, generator=torch.Generator().manual_seed(7)).to(dtype)[:, start:]
+    x[3, 5], x[rows - 1, 190], x[rows:] = torch.nan, torch.inf, torch.nan
+    found = wide_side(x, plan_groups(ends(WIDE_SIZES), 3, len(x), 128, x.device), rule_of(spec, 0), False)
+    shared = name not in ("halves_differ", "candidates", "half")
+    assert (found.rule.paired, found.packed) == (shared, kind == "words")
+    check_bytes(x, ends(WIDE_SIZES), (spec, spec))
+
+
+@pytest.mark.parametrize("name", ["stochastic", "eden"])
+def test_experts_and_values_of_groups_of_128(name):
+    spec, rows = WIDEST[name], sum(WIDE_SIZES)
+    x, offsets = torch.randn(rows, 136, generator=torch.Generator().manual_seed(8)).bfloat16(), ends(WIDE_SIZES)
+    check_bytes(x.unflatten(0, (1, rows)), None, (spec, spec))
+    codes = reference.grouped_quantize_row_col(x, offsets, *both_sides(spec, spec, **draws()))
+    values = backend.grouped_quantize_row_col(x, offsets, *both_sides(spec, spec, transient=(True, True), **draws()))
+    same_values(values, codes, (spec, spec), rows, offsets)
 
 
 @pytest.mark.parametrize("pair", ["tile_4over6", "mixed", "gradient", "widest"])

@@ -301,21 +301,35 @@ def is_wide(rule: sc.Rule | None) -> bool:
     return rule is not None and rule.norm != 0.0 and rule.group >= WIDE_OF_GROUPS
 
 
-class WideTile(NamedTuple):
-    """Programs, tiles side by side, groups of a program, warps."""
+class WideSide(NamedTuple):
+    """How rotated groups of one orientation are launched.
 
+    rule: of a thread's share of a group.
+    packed: whether rows are read in words.
+    programs, beside: all, and those beside each other.
+    lines, num_warps: of a program; of a rule that is paired, two lines share a group.
+    """
+
+    rule: sc.Rule
+    packed: bool
     programs: int
-    tiles: int
+    beside: int
     lines: int
     num_warps: int
 
 
-def wide_tile(plan: GroupPlan, group: int, columns: bool, cols: int) -> WideTile:
+def wide_side(x: Tensor, plan: GroupPlan, rule: sc.Rule, columns: bool) -> WideSide:
     """Return what a launch of rotated groups covers; columns: whether groups lie along the columns of x."""
-    lines = WIDE_LINES if columns else plan.tile_rows
-    beside = ceil_div(cols, lines if columns else group)
-    parts = plan.tile_rows // group if columns else 1
-    return WideTile(plan.tiles * beside * parts, beside, lines, lines * max(group, 64) // VALUES_PER_WARP)
+    width, cols = rule.group, x.shape[1]
+    if rule.shares_signs and not rule.candidates:  # beside candidates it saves no registers
+        rule = rule.halved
+    share = width // rule.group
+    lines = WIDE_LINES // share if columns else plan.tile_rows
+    beside = ceil_div(cols, lines if columns else width)
+    parts = plan.tile_rows // width if columns else 1
+    num_warps = lines * max(width, 64) // VALUES_PER_WARP
+    packed = not columns and rule.group >= 64 and mg.reads_pairs(x)
+    return WideSide(rule, packed, plan.tiles * beside * parts, beside, lines * share, num_warps)
 
 
 def _wide_problem(groups: AmaxesOfGroups) -> Reason | None:
@@ -324,12 +338,12 @@ def _wide_problem(groups: AmaxesOfGroups) -> Reason | None:
     return Reason("no side has a rotation of {} or wider", (WIDE_OF_GROUPS,))
 
 
-def amax_warps(tile: WideTile, rule: sc.Rule, hardware: int) -> int:
+def amax_warps(side: WideSide, hardware: int) -> int:
     """Return the warps of the maxima's kernel; hardware: as `Rule.hardware`.
 
     With one group of 32 a thread, Blackwell's assembler takes 72 registers and spills; with two it does not.
     """
-    return tile.num_warps // 2 if rule.group == 32 and hardware >= 100 else tile.num_warps
+    return side.num_warps // 2 if side.rule.group == 32 and hardware >= 100 else side.num_warps
 
 
 def _wide(groups: AmaxesOfGroups) -> Choice:
@@ -337,10 +351,10 @@ def _wide(groups: AmaxesOfGroups) -> Choice:
     columns = not is_wide(groups.row)
     rule = groups.col if columns else groups.row
     assert rule is not None, "it is wide"
-    tile = wide_tile(groups.plan, rule.group, columns, groups.x.shape[1])
-    constants = {"RULE": rule, "COLUMNS": columns, "TILE_ROWS": groups.plan.tile_rows, "T": tile.lines}
-    constants["num_warps"] = amax_warps(tile, rule, sc.hardware_of(groups.x.device))
-    return Choice("grouped_wide_amax_kernel", (tile.programs,), constants, tile.tiles)
+    side = wide_side(groups.x, groups.plan, rule, columns)
+    constants = {"RULE": side.rule, "COLUMNS": columns, "PACKED": side.packed, "TILE_ROWS": groups.plan.tile_rows}
+    constants |= {"T": side.lines, "num_warps": amax_warps(side, sc.hardware_of(groups.x.device))}
+    return Choice("grouped_wide_amax_kernel", (side.programs,), constants, side.beside)
 
 
 def _tuples(groups: AmaxesOfGroups) -> Choice:

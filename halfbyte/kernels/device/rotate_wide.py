@@ -73,14 +73,33 @@ def flipped(x, flips):
 
 
 @triton.jit
-def flipped_bf16(x, flips):
-    """Return bf16 x [T, SIZE] times signs [T, SIZE] as fp32."""
-    bits = x.to(tl.uint16, bitcast=True).to(tl.uint32)
+def raised_and_flipped(bits, flips):
+    """Return the fp32 values of the low halves of uint32 bits, bf16, times signs."""
     if has_ptx():
         bits = tl.inline_asm_elementwise(FLIPPED, "=r,r,r", [bits, flips], dtype=tl.uint32, is_pure=True, pack=1)
     else:
         bits = (bits << 16) ^ flips
     return bits.to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def flipped_bf16(x, flips):
+    """Return bf16 x [T, SIZE] times signs, [SIZE] or [T, SIZE], as fp32."""
+    if len(flips.shape) == 1:
+        flips = tl.broadcast_to(flips[None, :], x.shape)
+    return raised_and_flipped(x.to(tl.uint16, bitcast=True).to(tl.uint32), flips)
+
+
+@triton.jit
+def flipped_words(words, flips):
+    """Return the fp32 values [T, 2 N] of pairs of bf16 [T, N] times signs, [2 N] or [T, 2 N]."""
+    T: tl.constexpr = words.shape[0]
+    N: tl.constexpr = words.shape[1]
+    if len(flips.shape) == 1:
+        flips = tl.broadcast_to(flips[None, :], (T, 2 * N))
+    even, odd = tl.split(tl.reshape(flips, (T, N, 2)))
+    low, high = raised_and_flipped(words, even), ((words & 0xFFFF0000) ^ odd).to(tl.float32, bitcast=True)
+    return tl.reshape(tl.join(low, high), (T, 2 * N))
 
 
 @triton.jit
@@ -114,11 +133,14 @@ def rows_exchanged(x):
 def rotated_pairs(x, flips, RULE: tl.constexpr):
     """Rotate groups [T, SIZE], fp32 or bf16. Returns pairs [T, SIZE / 2], RULE.apart of elements two apart.
 
+    flips: of `sign_flips`, or None if x, fp32, has taken its signs.
     RULE.paired: rows 2 t and 2 t + 1 are the halves of a group, of which the last stage makes sums and differences.
     """
     T: tl.constexpr = x.shape[0]
     SIZE: tl.constexpr = x.shape[1]
-    if x.dtype == tl.bfloat16:
+    if flips is None:
+        y = stages(x, SIZE)
+    elif x.dtype == tl.bfloat16:
         y = stages(flipped_bf16(x, flips), SIZE)
     else:
         y = stages(flipped(x, flips), SIZE)
@@ -153,11 +175,21 @@ def largest_rotated(x, flips):
 
     Of the last stage's a + b and a - b the larger magnitude is |a| + |b|, rounding being monotone.
     """
+    return largest_transformed(flipped(x, flips), False)
+
+
+@triton.jit
+def largest_transformed(x, PAIRED: tl.constexpr):
+    """Return `largest_rotated` of x that has taken its signs; PAIRED: of a group whose halves are two rows, for both."""
     T: tl.constexpr = x.shape[0]
     SIZE: tl.constexpr = x.shape[1]
-    y = stages(flipped(x, flips), SIZE // 2)
-    a, b = tl.split(tl.permute(tl.reshape(y, (T, 2, SIZE // 2)), (0, 2, 1)))
-    larger = tl.abs(a) + tl.abs(b)
+    if PAIRED:
+        y = stages(x, SIZE)
+        larger = tl.abs(y) + tl.abs(rows_exchanged(y))
+    else:
+        y = stages(x, SIZE // 2)
+        a, b = tl.split(tl.permute(tl.reshape(y, (T, 2, SIZE // 2)), (0, 2, 1)))
+        larger = tl.abs(a) + tl.abs(b)
     if dc.INTERPRETED:  # slow in reductions by a function
         return tl.max(larger.to(tl.int32, bitcast=True) & 0x7FFFFFFF, axis=1).to(tl.float32, bitcast=True)
     return tl.reduce(larger, 1, nan_max)

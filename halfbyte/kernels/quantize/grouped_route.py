@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from halfbyte.kernels.amax.route import WIDE_OF_GROUPS, is_wide, wide_tile
+from halfbyte.kernels.amax.route import WIDE_OF_GROUPS, is_wide, wide_side
 from halfbyte.kernels.device import scales as sc
 from halfbyte.kernels.groups import GroupPlan
 from halfbyte.kernels.quantize import route
@@ -145,10 +145,10 @@ def _wide(sides: PlannedSides) -> Choice:
     i = next(i for i, rule in enumerate(sides.rules) if is_wide(rule))
     rule = sides.rules[i]
     assert rule is not None, "it is wide"
-    tile = wide_tile(sides.plan, rule.group, bool(i), sides.x.shape[1])
-    constants = {"RULE": rule, "COLUMNS": bool(i), "STACKED": sides.stacked, "TILE_ROWS": sides.plan.tile_rows}
-    constants |= {"T": tile.lines, "num_warps": tile.num_warps}
-    return Choice("grouped_wide_kernel", (tile.programs,), constants, (i, tile.tiles))
+    side = wide_side(sides.x, sides.plan, rule, bool(i))
+    constants = {"RULE": side.rule, "COLUMNS": bool(i), "STACKED": sides.stacked, "PACKED": side.packed}
+    constants |= {"TILE_ROWS": sides.plan.tile_rows, "T": side.lines, "num_warps": side.num_warps}
+    return Choice("grouped_wide_kernel", (side.programs,), constants, (i, side.beside))
 
 
 def _tile(sides: PlannedSides) -> PairTile:

@@ -22,9 +22,6 @@ from halfbyte.rng import Draw
 from halfbyte.sides import Side
 from halfbyte.spec import NVFP4, Eden, Spec
 
-PAIRED = 128
-"""The width of a rotation whose groups two threads share."""
-
 WIDE = 64
 """The least width of a rotation whose groups are rows of tensors, not tuples."""
 
@@ -321,8 +318,8 @@ def _wide(one: OneSide) -> Choice:
     tiles = ceil_div(covered, count) if columns else 1
     full = is_full(lines.x, lines.blocks, lines.swizzled, rule, (count, 1))
     rule = replace(rule, full=full and columns)  # rows are read with masks anyway
-    if rule.full and not rule.candidates and _shares_signs(rule):  # beside candidates it saves no registers
-        rule, tiles = replace(rule, group=PAIRED // 2, paired=True), tiles * 2
+    if rule.full and not rule.candidates and rule.shares_signs:  # beside candidates it saves no registers
+        rule, tiles = rule.halved, tiles * 2
     programs = tiles * groups if columns else ceil_div(covered * groups, count)
     constants = {
         "RULE": rule,
@@ -365,20 +362,14 @@ def _cols(one: OneSide) -> Choice:
     return Choice("quantize_cols_kernel", grid, constants, lines._replace(x=x, beside=beside))
 
 
-def _shares_signs(rule: sc.Rule) -> bool:
-    """Whether it has groups of 128 whose halves have equal signs, or fresh ones."""
-    half = rule.signs & ((1 << 64) - 1)
-    return rule.group == PAIRED and rule.signs == half << 64 | half
-
-
 def _paired(rule: sc.Rule, lines: Lines, target: Target) -> sc.Rule:
     """Return the rule of neighbouring threads that share groups: 128 numbers are most of the registers of one thread.
 
     Only in tiles of one row do lanes lie along its groups whatever the compiler prefers: else nothing is shuffled.
     """
-    if not rule.packed or not _shares_signs(rule):
+    if not rule.packed or not rule.shares_signs:
         return rule
-    paired = replace(rule, group=PAIRED // 2, paired=True)
+    paired = rule.halved
     tile = _row_tile(lines, lines.blocks * 16 // paired.group, paired, target.interpreter)
     return paired if target.interpreter or tile.outer == 1 else rule
 
