@@ -100,18 +100,19 @@ WIDEST = {
     "candidates": hb.NVFP4(rotation=hb.Hadamard(size=128), scaling=hb.FourOverSix(), e4m3_max=256.0),
     "half": hb.NVFP4(rotation=hb.Hadamard(size=64), outer="row"),
 }
-WIDE_SIZES = (131, 0, 5)  # a whole tile and what is left of a group, NaN and Inf in either
+WIDE_SIZES = (131, 0, 127)  # a whole tile, a little of one and all but one row, NaN and Inf in either; no 0 behind
 READ = {"words": (0, torch.bfloat16), "values": (1, torch.bfloat16), "fp32": (0, torch.float32)}
 
 
 @pytest.mark.parametrize(
-    "name,kind", [*((name, "words") for name in WIDEST), *(("eden", kind) for kind in ("values", "fp32")), ("row", "fp32")]
+    "name,kind",
+    [*((name, "words") for name in WIDEST), *(("eden", kind) for kind in ("values", "fp32")), ("row", "fp32")],
 )
 def test_threads_share_groups_of_128(name, kind):
     """Rows in words, value by value, and of another dtype."""
     spec, (start, dtype), rows = WIDEST[name], READ[kind], sum(WIDE_SIZES)
     x = torch.randn(rows + 3, start + 200, generator=torch.Generator().manual_seed(7)).to(dtype)[:, start:]
-    x[3, 5], x[rows - 1, 190], x[rows:] = torch.nan, torch.inf, torch.nan
+    x[3, 5], x[130, 190], x[rows:] = torch.nan, torch.inf, 3e4
     found = wide_side(x, plan_groups(ends(WIDE_SIZES), 3, len(x), 128, x.device), rule_of(spec, 0), False)
     shared = name not in ("halves_differ", "candidates", "half")
     assert (found.rule.paired, found.packed) == (shared, kind == "words")

@@ -301,6 +301,21 @@ def is_wide(rule: sc.Rule | None) -> bool:
     return rule is not None and rule.norm != 0.0 and rule.group >= WIDE_OF_GROUPS
 
 
+PAIRED = 128
+"""The width of a rotation whose groups two threads may share: 128 numbers are most of the registers of one."""
+
+
+def shares_signs(rule: sc.Rule) -> bool:
+    """Whether it has groups of `PAIRED` whose halves have equal signs, or fresh ones: two threads may share them."""
+    half = rule.signs & ((1 << 64) - 1)
+    return rule.group == PAIRED and rule.signs == half << 64 | half
+
+
+def halved(rule: sc.Rule) -> sc.Rule:
+    """Return the rule of threads that share groups of `PAIRED`."""
+    return replace(rule, group=PAIRED // 2, paired=True)
+
+
 class WideSide(NamedTuple):
     """How rotated groups of one orientation are launched.
 
@@ -321,8 +336,8 @@ class WideSide(NamedTuple):
 def wide_side(x: Tensor, plan: GroupPlan, rule: sc.Rule, columns: bool) -> WideSide:
     """Return what a launch of rotated groups covers; columns: whether groups lie along the columns of x."""
     width, cols = rule.group, x.shape[1]
-    if rule.shares_signs and not rule.candidates:  # beside candidates it saves no registers
-        rule = rule.halved
+    if shares_signs(rule) and not rule.candidates:  # beside candidates it saves no registers
+        rule = halved(rule)
     share = width // rule.group
     lines = WIDE_LINES // share if columns else plan.tile_rows
     beside = ceil_div(cols, lines if columns else width)

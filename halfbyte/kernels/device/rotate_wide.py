@@ -180,7 +180,7 @@ def largest_rotated(x, flips):
 
 @triton.jit
 def largest_transformed(x, PAIRED: tl.constexpr):
-    """Return `largest_rotated` of x that has taken its signs; PAIRED: of a group whose halves are two rows, for both."""
+    """Return `largest_rotated` of x that has taken its signs; PAIRED: two rows are halves of a group."""
     T: tl.constexpr = x.shape[0]
     SIZE: tl.constexpr = x.shape[1]
     if PAIRED:

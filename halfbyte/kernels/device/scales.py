@@ -6,7 +6,7 @@ where blocks lie along rows and [blocks, columns] where they lie along columns.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -93,17 +93,6 @@ class Rule:  # no NamedTuple: Triton from 3.8 on takes those apart
         return fits and self.rounding == "nearest" and not self.element
 
     @property
-    def shares_signs(self) -> bool:
-        """Whether it has groups of `PAIRED` whose halves have equal signs, or fresh ones: two threads may share them."""
-        half = self.signs & ((1 << 64) - 1)
-        return self.group == PAIRED and self.signs == half << 64 | half
-
-    @property
-    def halved(self) -> Rule:
-        """This rule for neighbouring threads that share groups: 128 numbers are most of the registers of one."""
-        return replace(self, group=PAIRED // 2, paired=True)
-
-    @property
     def apart(self) -> bool:
         """Whether the pairs that a rotation gives hold elements two apart: their signs are joined in fewer steps."""
         return (self.drawn or self.joined) and not self.values
@@ -141,8 +130,6 @@ class Factors(NamedTuple):
 
 
 SIXTH = tl.constexpr(f32(1 / E2M1.max))
-PAIRED = 128
-"""The width of a rotation whose groups two threads may share (`Rule.paired`)."""
 
 
 def hardware_level(target: Target) -> int:

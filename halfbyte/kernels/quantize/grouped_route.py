@@ -120,6 +120,7 @@ ROW_TILE = PairTile(16, 256, 4)
 DECODED_COLS = 64  # of a tile that is stored as values: more of them keep too few programs on a multiprocessor
 INTERPRETED_COLS = 256  # the interpreter pays by the operation: large tiles
 LOOPS = ((32768, 4), (4096, 2))  # as `both_route`'s; fewer programs end unevenly, 8 tiles of 6 overflow the L1 cache
+SHARED_REGISTERS = 104  # on sm_120: unasked it gives 96 and spills, of an amax a row
 DRAWN_REGISTERS = 80  # 24 warps on a multiprocessor; nothing spills where a program has several tiles
 
 Rules = list[sc.Rule | None]
@@ -148,6 +149,8 @@ def _wide(sides: PlannedSides) -> Choice:
     side = wide_side(sides.x, sides.plan, rule, bool(i))
     constants = {"RULE": side.rule, "COLUMNS": bool(i), "STACKED": sides.stacked, "PACKED": side.packed}
     constants |= {"TILE_ROWS": sides.plan.tile_rows, "T": side.lines, "num_warps": side.num_warps}
+    if i and side.rule.paired and not side.rule.drawn and target_of(sides.x.device).capability >= 120:
+        constants["maxnreg"] = SHARED_REGISTERS
     return Choice("grouped_wide_kernel", (side.programs,), constants, (i, side.beside))
 
 

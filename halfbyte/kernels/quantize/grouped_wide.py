@@ -27,7 +27,7 @@ def grouped_wide_kernel(
     RULE: tl.constexpr, COLUMNS: tl.constexpr, STACKED: tl.constexpr, PACKED: tl.constexpr, TILE_ROWS: tl.constexpr,
     T: tl.constexpr,
 ):  # fmt: skip
-    """Quantize T rotated groups, or halves of them, of one group of tokens or one expert; stored as `quantize_tile` does.
+    """Quantize T rotated groups, or halves, of one group of tokens or one expert; stored as `quantize_tile` does.
 
     side_tiles: programs beside each other, a Divisor. PACKED: rows are read in words of two bf16.
     """
@@ -39,6 +39,7 @@ def grouped_wide_kernel(
     WIDTH: tl.constexpr = SIZE * SHARE
     LINES: tl.constexpr = T // SHARE
     UNITS: tl.constexpr = 16 if RULE.decoded else 1
+    HALVED: tl.constexpr = RULE.eden or (RULE.drawn and COLUMNS)  # 127 registers for 159: four programs for three
     PARTS: tl.constexpr = TILE_ROWS // WIDTH if COLUMNS else 1
     outer = pm.divide(tl.program_id(0), side_tiles)
     side = tl.program_id(0) - outer * side_tiles.count
@@ -82,7 +83,7 @@ def grouped_wide_kernel(
     factors = sc.operand_factors(p_amax, out.constants, RULE)
     flips = wl.flips_of_lines(p_sign, out.places.sign_stream, RULE, T)
     pairs = rw.rotated_pairs(wl.flipped_lines(values, flips, NARROW, PACKED), None, RULE)
-    quantize_lines(pairs, line, place, own, lines, factors, RULE, False, RULE.eden)
+    quantize_lines(pairs, line, place, own, lines, factors, RULE, False, HALVED)
     if COLUMNS and not (STACKED or RULE.decoded):
         clear_padding(p_scale, storage // 16, per_row, local // 16, i_col, x.cols, out.blocks, WIDTH // 16, LINES)
 

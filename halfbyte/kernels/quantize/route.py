@@ -13,6 +13,7 @@ import triton
 from torch import Tensor
 
 from halfbyte.formats import SWIZZLE_COLS, SWIZZLE_ROWS
+from halfbyte.kernels.amax.route import halved, shares_signs
 from halfbyte.kernels.device import magnitudes as mg
 from halfbyte.kernels.device import scales as sc
 from halfbyte.kernels.route import Candidate, Choice, Reason, choose_from, fits_all
@@ -318,8 +319,8 @@ def _wide(one: OneSide) -> Choice:
     tiles = ceil_div(covered, count) if columns else 1
     full = is_full(lines.x, lines.blocks, lines.swizzled, rule, (count, 1))
     rule = replace(rule, full=full and columns)  # rows are read with masks anyway
-    if rule.full and not rule.candidates and rule.shares_signs:  # beside candidates it saves no registers
-        rule, tiles = rule.halved, tiles * 2
+    if rule.full and not rule.candidates and shares_signs(rule):  # beside candidates it saves no registers
+        rule, tiles = halved(rule), tiles * 2
     programs = tiles * groups if columns else ceil_div(covered * groups, count)
     constants = {
         "RULE": rule,
@@ -367,9 +368,9 @@ def _paired(rule: sc.Rule, lines: Lines, target: Target) -> sc.Rule:
 
     Only in tiles of one row do lanes lie along its groups whatever the compiler prefers: else nothing is shuffled.
     """
-    if not rule.packed or not rule.shares_signs:
+    if not rule.packed or not shares_signs(rule):
         return rule
-    paired = rule.halved
+    paired = halved(rule)
     tile = _row_tile(lines, lines.blocks * 16 // paired.group, paired, target.interpreter)
     return paired if target.interpreter or tile.outer == 1 else rule
 
