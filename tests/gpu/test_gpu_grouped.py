@@ -25,6 +25,8 @@ PAIRS = {name: (spec, spec) for name, spec in SPECS.items() if name != "rotated_
     "gradient": (hb.NVFP4(**SR), hb.NVFP4(**SR, **RHT)),
     "mixed": (hb.NVFP4(), hb.MXFP8()),
     "eden_row": (EDEN, SPECS["eden"]),
+    "wide": (hb.NVFP4(rotation=hb.Hadamard(size=64)), hb.NVFP4(rotation=hb.Hadamard(size=128))),
+    "widest": (hb.NVFP4(rotation=hb.Hadamard(size=128, signs="fresh"), outer="row"), SPECS["rotated_fresh"]),
 }
 SIZES = {**{name: (*groups, 40) for name, groups in GROUPS.items()}, "uneven": ((1300, 5, 0, 700, 64, 1931), 96, 1024)}
 """Name: sizes of the groups, tokens behind the last, features."""
@@ -65,6 +67,15 @@ def test_bytes_of_tokens(pair, groups):
         same_blocks(backend.grouped_quantize_row_col(x, offsets, *both_sides(*PAIRS[pair], **options)), expected)
 
 
+@pytest.mark.parametrize("pair", ["wide", "widest", "eden_rotated_fresh"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_bytes_of_what_is_not_read_in_words(pair, dtype):
+    sizes, padding, cols = SIZES["uneven"]
+    x, offsets = tokens(sizes, padding, cols + 1).to(dtype)[:, 1:], ends(sizes).cuda()
+    expected = reference.grouped_quantize_row_col(x, offsets, *both_sides(*PAIRS[pair], **draws()))
+    same_blocks(backend.grouped_quantize_row_col(x, offsets, *both_sides(*PAIRS[pair], **draws())), expected)
+
+
 @pytest.mark.parametrize("pair", ["gradient", "fresh"])
 def test_bytes_as_other_sizes_and_targets_find_them(pair, monkeypatch):
     """Several tiles a program, as large tensors have them; of maxima the warps that sm_100 takes."""
@@ -85,7 +96,7 @@ def test_bytes_of_experts(pair, shape):
         same_blocks(backend.grouped_quantize_row_col(w, None, *both_sides(*PAIRS[pair], **options)), expected)
 
 
-@pytest.mark.parametrize("pair", ["activation", "gradient", "tile", "4over6", "mxfp8"])
+@pytest.mark.parametrize("pair", ["activation", "gradient", "tile", "4over6", "mxfp8", "widest"])
 def test_transient_values_are_the_decoded_codes(pair):
     sizes, padding, cols = SIZES["uneven"]
     x, offsets, specs = tokens(sizes, padding, cols), ends(sizes).cuda(), PAIRS[pair]
