@@ -40,6 +40,7 @@ FRESH = Hadamard(size=128, signs="fresh")
 DRAWN, DRAWN_ROTATED = (NVFP4(rounding="stochastic", rotation=rotation) for rotation in (None, Hadamard()))
 SIX = NVFP4(scaling=FourOverSix(), e4m3_max=256.0)
 EDEN = NVFP4(scaling=Eden(), fp4_max=recipes.EDEN_FP4_MAX, e4m3_max=recipes.EDEN_E4M3_MAX)
+EDEN_ROTATED = replace(EDEN, rotation=FRESH)
 ROTATED = {size: NVFP4(rotation=Hadamard(size=size)) for size in (16, 64, 128)}
 DENSE: dict[str, tuple[Spec, Spec | None, tuple[bool, bool]]] = {
     "1x16 nearest": (NVFP4(), None, (False, False)),
@@ -56,7 +57,7 @@ DENSE: dict[str, tuple[Spec, Spec | None, tuple[bool, bool]]] = {
     "4over6, both as values": (SIX, SIX, (True, True)),
     "NVFP4 row + MXFP8 column": (NVFP4(), MXFP8(), (False, False)),
     "MS-EDEN": (EDEN, None, (False, False)),
-    "MS-EDEN, rotation of 128, fresh": (replace(EDEN, rotation=FRESH), None, (False, False)),
+    "MS-EDEN, rotation of 128, fresh": (EDEN_ROTATED, None, (False, False)),
     "MS-EDEN row + column rotated by 16": (EDEN, replace(EDEN, rotation=Hadamard()), (False, False)),
 }
 GROUPED: dict[str, tuple[Spec, Spec, tuple[int, int, int]]] = {
@@ -64,6 +65,9 @@ GROUPED: dict[str, tuple[Spec, Spec, tuple[int, int, int]]] = {
     "8 groups: row + rotated column, stochastic": (DRAWN, DRAWN_ROTATED, (8, 32768, 2048)),
     "60 small groups: row + rotated column, nearest": (NVFP4(), ROTATED[16], (60, 8192, 2048)),
     "60 small groups: row + rotated column, stochastic": (DRAWN, DRAWN_ROTATED, (60, 8192, 1408)),
+    "8 groups: rotation of 64": (ROTATED[64], ROTATED[64], (8, 32768, 2048)),
+    "8 groups: rotation of 128": (ROTATED[128], ROTATED[128], (8, 32768, 2048)),
+    "8 groups: MS-EDEN, rotation of 128, fresh": (EDEN_ROTATED, EDEN_ROTATED, (8, 32768, 2048)),
 }
 """Of tokens [groups, rows of all, columns], as codes."""
 INTEGER_PIPE = {"FMNMX", "FSEL", "FSETP", "HMNMX2", "IADD3", "ISETP", "LEA", "LOP3", "P2R", "PLOP3", "PRMT", "R2P"}
@@ -99,7 +103,9 @@ def quantize_groups(row: Spec, col: Spec, shape: tuple[int, int, int]) -> None:
     """Quantize tokens in groups so."""
     meta, (groups, *size) = torch.device("meta"), shape
     offsets, amax = torch.empty(groups, dtype=torch.int32, device=meta), torch.empty(groups, device=meta)
-    sides = both_sides(row, col, draw=Philox(7, 11).on(meta) if row.needs_rng else None, row_amax=amax, col_amax=amax)
+    draw = Philox(7, 11).on(meta)
+    draws = {"draw": draw if row.needs_rng else None, "sign_draw": draw if row.needs_sign_rng else None}
+    sides = both_sides(row, col, **draws, row_amax=amax, col_amax=amax)
     grouped.grouped_quantize_row_col(torch.empty(size, dtype=torch.bfloat16, device=meta), offsets, *sides)
 
 
@@ -134,6 +140,8 @@ def _tile(constants: Mapping[str, Any]) -> int:
     """Return the elements that a program quantizes at once."""
     if "TR" in constants:
         return constants["TR"] * constants["TC"]
+    if "T" in constants:
+        return constants["RULE"].group * constants["T"]
     return constants["RULE"].group * constants["N"] * constants.get("R", 1) * constants.get("C", 1)
 
 

@@ -10,6 +10,7 @@ import triton.language as tl
 from torch import Tensor
 
 from halfbyte.kernels.device import casts as pm
+from halfbyte.kernels.device import overlap
 from halfbyte.kernels.device import rotate_wide as rw
 from halfbyte.kernels.device import wide_lines as wl
 from halfbyte.kernels.device.decode import cast
@@ -37,11 +38,13 @@ def load_flipped(
 def grouped_wide_amax_kernel(
     x_ptr, out_ptr, sign_ptr, table_ptr, tile_group_ptr, groups, cols, stride_r, stride_c, sign_stream, side_tiles,
     RULE: tl.constexpr, COLUMNS: tl.constexpr, PACKED: tl.constexpr, TILE_ROWS: tl.constexpr, T: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """amax of T rotated groups, or halves, of one group of tokens or one expert, or of their rows; out zero before.
 
     side_tiles, PACKED: as in `grouped_wide_kernel`.
     """
+    overlap.begin(OVERLAP)
     x = StridedMatrix(x_ptr, None, cols, stride_r, stride_c)
     SIZE: tl.constexpr = RULE.group
     SHARE: tl.constexpr = 2 if RULE.paired else 1
@@ -92,4 +95,5 @@ def wide_amax(choice: Choice, out: Tensor, sign_stream: int) -> None:
     grouped_wide_amax_kernel[choice.grid](
         x, out, plan.signs if choice.constants["RULE"].fresh else None, plan.table, plan.tile_group, plan.groups,
         x.shape[1], *x.stride(), sign_stream, pm.Divisor.of(choice.facts), **choice.constants, enable_fp_fusion=False,
+        **overlap.launch_options(x.device),
     )  # fmt: skip

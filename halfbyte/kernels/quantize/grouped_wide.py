@@ -9,6 +9,7 @@ from __future__ import annotations
 import triton.language as tl
 
 from halfbyte.kernels.device import casts as pm
+from halfbyte.kernels.device import overlap
 from halfbyte.kernels.device import rotate_wide as rw
 from halfbyte.kernels.device import scales as sc
 from halfbyte.kernels.device import wide_lines as wl
@@ -25,12 +26,13 @@ from halfbyte.kernels.route import Choice
 def grouped_wide_kernel(
     x_ptr, to, table_ptr, tile_group_ptr, groups, sizes, places, constants, side_tiles,
     RULE: tl.constexpr, COLUMNS: tl.constexpr, STACKED: tl.constexpr, PACKED: tl.constexpr, TILE_ROWS: tl.constexpr,
-    T: tl.constexpr,
+    T: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """Quantize T rotated groups, or halves, of one group of tokens or one expert; stored as `quantize_tile` does.
 
     side_tiles: programs beside each other, a Divisor. PACKED: rows are read in words of two bf16.
     """
+    overlap.begin(OVERLAP)
     x = StridedMatrix(x_ptr, sizes.rows, sizes.cols, sizes.stride_r, sizes.stride_c)
     out = WrittenOperand(to, sizes.blocks, places, constants)
     NARROW: tl.constexpr = x.ptr.dtype.element_ty == tl.bfloat16
@@ -100,5 +102,5 @@ def quantize_wide(choice: Choice, out: WrittenOperand) -> None:
     x, to, sizes, *numbers = arguments_of(sides.x, out)
     grouped_wide_kernel[choice.grid](
         x, to, plan.table, plan.tile_group, plan.groups, sizes._replace(rows=None), *numbers, pm.Divisor.of(tiles),
-        **choice.constants, enable_fp_fusion=False,
+        **choice.constants, enable_fp_fusion=False, **overlap.launch_options(sides.x.device),
     )  # fmt: skip
