@@ -30,6 +30,15 @@ SHAPES: dict[Shape, Bar | None] = {
 """M tokens, K in_features, N out_features."""
 
 SMALL, RAGGED = (64, 96, 128), (200, 144, 96)
+OPTIONS = {
+    "saved-stochastic": recipes.nvfp4(saved_rounding="stochastic"),
+    "scale-search": recipes.four_over_six(scope="weights", candidates=(0.875, 1.0, 1.25, 1.5)),
+    "row-scaled": recipes.row_scaled(),
+    "outlier-channels": recipes.outlier_channels(),
+    "hot-channels": recipes.hot_channels(),
+}
+"""What options cost a layer, beside nvfp4 without them."""
+
 TOLERANCE = 3e-3  # two roundings to bf16, of equal operands summed in another order
 
 
@@ -60,16 +69,16 @@ def cached_layer(setting: Setting, shape: Shape, *, recipe: str, decoded: bool) 
     return replace(outcome, facts={**outcome.facts, **facts})
 
 
-def split_layer(setting: Setting, shape: Shape, *, recipe: str) -> Outcome:
-    """Time forward plus backward with the mean over tokens split off x, beside the same recipe that keeps it."""
+def varied_layer(setting: Setting, shape: Shape, *, recipe: hb.Recipe) -> Outcome:
+    """Time forward plus backward of nvfp4 with an option, beside nvfp4 without it."""
     M, K, N = shape
-    checked = _check(setting, recipe, split=True)
+    checked = _check(setting, recipe)
     x_MK, w_NK, dy_MN = (random_matrix(s, setting.device, i) for i, s in enumerate(((M, K), (N, K), (M, N))))
     w_NK *= K**-0.5
-    variants = _linear(recipe, setting.device, split=True), _linear(recipe, setting.device)
-    split, kept = (partial(_forward_backward, forward, x_MK, w_NK, dy_MN) for forward in variants)
-    outcome = against_bf16(setting, [split], [kept], 6.0 * M * N * K, checked, "x kept")
-    facts = {"kept_us": outcome.facts["bf16_us"], "launches": float(launches(split, setting))}
+    variants = (_linear(of, setting.device) for of in (recipe, recipes.nvfp4()))
+    ours, kept = (partial(_forward_backward, forward, x_MK, w_NK, dy_MN) for forward in variants)
+    outcome = against_bf16(setting, [ours], [kept], 6.0 * M * N * K, checked, "x kept")
+    facts = {"kept_us": outcome.facts["bf16_us"], "launches": float(launches(ours, setting))}
     return replace(outcome, facts=facts | {"kept_launches": float(launches(kept, setting))})
 
 
@@ -84,10 +93,9 @@ def launches(call: Callable[[], object], setting: Setting) -> int:
 
 
 def _linear(
-    recipe: str, device: torch.device, cached: CachedWeight | None = None, *, split: bool = False
+    recipe: str | hb.Recipe, device: torch.device, cached: CachedWeight | None = None
 ) -> Callable[[Tensor, Tensor], Tensor]:
-    values, place = recipes.get(recipe), StreamPhilox(hb.Philox(5).on(device).base, 0)
-    values = replace(values, activation_mean="split") if split else values
+    values, place = recipes.resolve(recipe), StreamPhilox(hb.Philox(5).on(device).base, 0)
     return lambda x, w: hb.linear(x, w, None, values, rng=place, cached_weight=cached)
 
 
@@ -99,13 +107,13 @@ def _forward_backward(
     return (y.detach(), *torch.autograd.grad(y, (x, w), dy))
 
 
-def _check(setting: Setting, recipe: str, *, split: bool = False) -> list[str]:
+def _check(setting: Setting, recipe: str | hb.Recipe) -> list[str]:
     M, K, N = RAGGED
     tensors = [random_matrix(s, CPU, i) for i, s in enumerate(((M, K), (N, K), (M, N)))]
     results = []
     for device in (CPU, setting.device):
         moved = [t.to(device) for t in tensors]
-        results.append(_forward_backward(_linear(recipe, device, split=split), *moved))
+        results.append(_forward_backward(_linear(recipe, device), *moved))
     checked = []
     for name, expected, actual in zip(("y", "dx", "dw"), *results, strict=True):
         error = relative_error(actual, expected.double())
@@ -138,7 +146,17 @@ CASES = (
         about="forward + backward, recipe nvfp4, the mean over tokens split off x, beside nvfp4 itself",
         shapes=dict.fromkeys(((8192, 4096, 4096), *SHAPES), Bar(least=1.022, aim=1.015)),
         small=SMALL,
-        run=partial(split_layer, recipe="nvfp4"),
+        run=partial(varied_layer, recipe=recipes.nvfp4(activation_mean="split")),
+    ),
+    *(
+        Case(
+            name=f"linear/{name}",
+            about="forward + backward, recipe nvfp4 with this option, beside nvfp4 itself",
+            shapes=dict.fromkeys(SHAPES),
+            small=SMALL,
+            run=partial(varied_layer, recipe=recipe),
+        )
+        for name, recipe in OPTIONS.items()
     ),
     Case(
         name="linear/nvfp4-small",

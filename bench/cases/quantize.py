@@ -206,6 +206,10 @@ def _four_over_six(error_math: Literal["exact", "scaled"]) -> NVFP4:
     return NVFP4(scaling=FourOverSix(error="mae", error_math=error_math), e4m3_max=256.0)
 
 
+def _tiles(spec: NVFP4) -> NVFP4:
+    return replace(spec, block=(16, 16))
+
+
 def _rotated(size: int) -> NVFP4:
     return NVFP4(rotation=Hadamard(size=size))
 
@@ -252,6 +256,8 @@ def _row_col_amax(backend: str) -> Callable[[Tensor], tuple[Tensor, Tensor]]:
 
 NEAREST, STOCHASTIC = NVFP4(), NVFP4(rounding="stochastic")
 STOCHASTIC_ROTATED = NVFP4(rounding="stochastic", rotation=Hadamard())
+SEARCH = NVFP4(scaling=FourOverSix(candidates=(0.875, 1.0, 1.25, 1.5)), e4m3_max=256.0)
+ROW_SCALED = NVFP4(outer="row")
 
 CASES = (
     Case(
@@ -282,6 +288,11 @@ CASES = (
     _case("quantize/1x16-row-scaled", "one amax a row", Quantization(row=NVFP4(outer="row"))),
     _case("quantize/4over6", "MAE, exact", Quantization(row=_four_over_six("exact"), peer="4over6"), 0.50, 0.80),
     _case("quantize/4over6-scaled", "MAE, scaled", Quantization(row=_four_over_six("scaled")), 0.60, 0.80),
+    _case(
+        "quantize/4over6-16x16", "tiles, MAE, exact", Quantization(row=replace(_four_over_six("exact"), block=(16, 16)))
+    ),
+    _case("quantize/search", "four candidates, MAE, exact", Quantization(row=SEARCH), 0.25, 0.40),
+    _case("quantize/search-16x16", "tiles, four candidates", Quantization(row=replace(SEARCH, block=(16, 16)))),
     _case("quantize/rht16", "rotated", Quantization(row=_rotated(16))),
     *(
         _case(f"quantize/rht{size}", "rotated", Quantization(row=_rotated(size)), least, 0.80)
@@ -312,6 +323,10 @@ CASES = (
         "an output gradient as both GEMMs read it",
         Quantization(row=STOCHASTIC, col=STOCHASTIC_ROTATED, transient=(True, True)),
     ),
+    _case(
+        "row_col/1x16+sr-rht", "x whose saved operand is stochastic", Quantization(row=NEAREST, col=STOCHASTIC_ROTATED)
+    ),
+    _case("row_col/row-scaled", "an amax a row and a column", Quantization(row=ROW_SCALED, col=ROW_SCALED)),
     _case("row_col/1x16+mxfp8", "NVFP4 row, MXFP8 col", Quantization(row=NEAREST, col=MXFP8()), 0.80, 0.90),
     _case(
         "row_col/16x16",
