@@ -7,8 +7,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import MappingProxyType
 
 from bench import results
-from bench.markdown import rows
-from bench.records import Record
+from bench.markdown import recorded, rows
+from bench.records import Record, counting
 
 FOLDER = results.FOLDER / "profiles"
 PLAIN_STEPS = "nvidia-h200-20261122-steps.txt"
@@ -30,7 +30,6 @@ COMMANDS = (
     "nvidia-h200-20261128-0c7383a.txt",
     "nvidia-h200-20261129-793faf3.txt",
 )
-INVARIANT = "nvidia-h200-20261123-564ef9a.txt"
 VALUES = "nvidia-h200-20261123-7290378.txt"
 
 SERIES = re.compile(r"^([0-9a-f]{7}) +(\S+) +([\d,]+) +([\d.]+) +([\d.]+) +([\d.]+) +([\d.]+) +([\d.]+)$")
@@ -45,7 +44,6 @@ ADDED = re.compile(r"^ +([\d.]+) +(\d+) +([\d.]+)  (\S+)$")
 RAN = re.compile(r"^ +([\d.]+) ms +(\d+) x +([\d.]+) us  (.+)$")
 STEP = re.compile(r"^1b (bf16|nvfp4): ([\d.]+) ms a step")
 PRODUCT = re.compile(r"^(\d+x\d+x\d+) +([\d.]+) +([\d.]+) \((\w+, [\w ]+)\) +([\d.]+)(?: +\((.*)\))?$")
-BATCH = re.compile(r"^gemm/batch-invariant +(\d+)x(\d+)x(\d+) +([\d.]+) .*? ([\d.]+)% of free")
 PAIRED = re.compile(r"^(\d+x\d+) (\w+) (?:default|(\(.*\))): ([\d.]+)$")
 TURNED = re.compile(r"^gemm (\d+) (\d+) (\d+) \[\[(.*)\], \[(.*)\]\]$")
 PAIRS = (  # as the listing calls them, and the first line that counts: of the tile that the table in the code has
@@ -165,11 +163,17 @@ def products(records: Sequence[Record]) -> str:
 def invariant(records: Sequence[Record]) -> str:
     """Return the speed of batch-invariant products relative to that of the free choice, by rows."""
     shares: dict[str, dict[str, str]] = {}
-    for batch, wide, deep, us, share in found(BATCH, INVARIANT):
-        shares.setdefault(f"{wide}×{deep}", {})[batch] = f"{us} µs, {float(share) / 100:.2f}"
-    batches = list(next(iter(shares.values())))
-    table = [[weights, *(own[batch] for batch in batches)] for weights, own in shares.items()]
-    return rows(["weights", *(f"{int(batch):,} rows" for batch in batches)], table)
+    stamps: dict[str, list[str]] = {}
+    for (case, shape), record in sorted(counting(records).items(), key=lambda item: str(item[0])):
+        if case == "gemm/batch-invariant" and record.is_clean:
+            batch, weights = shape[0], f"{shape[1]}×{shape[2]}"
+            cell = f"{record.values['us']:.1f} µs, {record.values['value']:.2f}"
+            shares.setdefault(weights, {})[f"{batch:,} rows"] = cell
+            stamps.setdefault(weights, []).append(record.stamp)
+    names = {name for own in shares.values() for name in own}
+    batches = sorted(names, key=lambda name: int(name.split()[0].replace(",", "")))
+    lines = [([weights, *(own.get(name, "") for name in batches)], stamps[weights]) for weights, own in shares.items()]
+    return recorded(["weights", *batches], lines)
 
 
 def values(records: Sequence[Record]) -> str:

@@ -288,11 +288,9 @@ CASES = (
     _case("quantize/1x16-row-scaled", "one amax a row", Quantization(row=NVFP4(outer="row"))),
     _case("quantize/4over6", "MAE, exact", Quantization(row=_four_over_six("exact"), peer="4over6"), 0.50, 0.80),
     _case("quantize/4over6-scaled", "MAE, scaled", Quantization(row=_four_over_six("scaled")), 0.60, 0.80),
-    _case(
-        "quantize/4over6-16x16", "tiles, MAE, exact", Quantization(row=replace(_four_over_six("exact"), block=(16, 16)))
-    ),
-    _case("quantize/search", "four candidates, MAE, exact", Quantization(row=SEARCH), 0.25, 0.40),
-    _case("quantize/search-16x16", "tiles, four candidates", Quantization(row=replace(SEARCH, block=(16, 16)))),
+    _case("quantize/4over6-16x16", "tiles, MAE, exact", Quantization(row=_tiles(_four_over_six("exact"))), 0.40, 0.80),
+    _case("quantize/search", "four candidates, MAE, exact", Quantization(row=SEARCH), 0.40, 0.80),
+    _case("quantize/search-16x16", "tiles, four candidates", Quantization(row=_tiles(SEARCH)), 0.40, 0.80),
     _case("quantize/rht16", "rotated", Quantization(row=_rotated(16))),
     *(
         _case(f"quantize/rht{size}", "rotated", Quantization(row=_rotated(size)), least, 0.80)
@@ -324,7 +322,7 @@ CASES = (
         Quantization(row=STOCHASTIC, col=STOCHASTIC_ROTATED, transient=(True, True)),
     ),
     _case(
-        "row_col/1x16+sr-rht", "x whose saved operand is stochastic", Quantization(row=NEAREST, col=STOCHASTIC_ROTATED)
+        "row_col/1x16+sr-rht", "x, stochastic if saved", Quantization(row=NEAREST, col=STOCHASTIC_ROTATED), 0.40, 0.80
     ),
     _case("row_col/row-scaled", "an amax a row and a column", Quantization(row=ROW_SCALED, col=ROW_SCALED)),
     _case("row_col/1x16+mxfp8", "NVFP4 row, MXFP8 col", Quantization(row=NEAREST, col=MXFP8()), 0.80, 0.90),

@@ -62,6 +62,6 @@ def test_a_changed_listing_changes_the_table_and_an_empty_one_is_refused(tmp_pat
     before = listing_tables.kernels(())
     monkeypatch.setattr(listing_tables, "FOLDER", tmp_path)
     assert listing_tables.kernels(()) == before.replace("| 7.84 |", "| 9.99 |") != before
-    (tmp_path / listing_tables.INVARIANT).write_text("nothing\n")
+    (tmp_path / listing_tables.VALUES).write_text("nothing\n")
     with pytest.raises(ValueError, match="no line is .*; the table wants another listing"):
-        listing_tables.invariant(())
+        listing_tables.values(())
