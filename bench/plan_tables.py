@@ -23,6 +23,7 @@ from halfbyte.plan import Mesh, Plan, PlanRequest, plan, work
 from halfbyte.plan.architecture import Matrix
 from halfbyte.plan.assumptions import computed, constants
 from halfbyte.plan.hardware import HARDWARE
+from halfbyte.plan.job import Kernels
 from halfbyte.plan.planning import GIB, job_of
 from halfbyte.plan.seconds import EXPOSED, host_seconds, kernel_seconds
 from halfbyte.train.model import model_preset
@@ -31,7 +32,7 @@ PAGE = Path(__file__).resolve().parent.parent / "docs" / "scaling.md"
 BLOCK = re.compile(r"(<!-- plan: ([\w-]+) -->)(.*?)(<!-- /plan -->)", re.DOTALL)
 MEMORY_BAR, TIME_BAR = 0.05, 0.20
 RECIPES = ("bf16", "nvfp4")
-KERNELS = MappingProxyType({"plain": "eager", "fused": "fused", "compiled": "compiled"})
+KERNELS: Mapping[str, Kernels] = MappingProxyType({"plain": "eager", "fused": "fused", "compiled": "compiled"})
 """By what `bench.gather` calls it: how blocks run."""
 TOKENS = (8, 2048)
 """Sequences and their length of a run of bench.zero that records none: docs/primary_weights.md."""
