@@ -10,10 +10,11 @@ import argparse
 import re
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
 from types import MappingProxyType
+from typing import Any
 
 from bench import full_size_tables
 from bench.markdown import percent, rows
@@ -22,14 +23,17 @@ from halfbyte.plan import Mesh, Plan, PlanRequest, plan, work
 from halfbyte.plan.architecture import Matrix
 from halfbyte.plan.assumptions import computed, constants
 from halfbyte.plan.hardware import HARDWARE
+from halfbyte.plan.job import Kernels
 from halfbyte.plan.planning import GIB, job_of
-from halfbyte.plan.seconds import EXPOSED, kernel_seconds
+from halfbyte.plan.seconds import EXPOSED, host_seconds, kernel_seconds
 from halfbyte.train.model import model_preset
 
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "scaling.md"
 BLOCK = re.compile(r"(<!-- plan: ([\w-]+) -->)(.*?)(<!-- /plan -->)", re.DOTALL)
 MEMORY_BAR, TIME_BAR = 0.05, 0.20
 RECIPES = ("bf16", "nvfp4")
+KERNELS: Mapping[str, Kernels] = MappingProxyType({"plain": "eager", "fused": "fused", "compiled": "compiled"})
+"""By what `bench.gather` calls it: how blocks run."""
 TOKENS = (8, 2048)
 """Sequences and their length of a run of bench.zero that records none: docs/primary_weights.md."""
 
@@ -45,6 +49,7 @@ class Compared:
         peak: bytes measured; None where they were not recorded.
         seconds: of a step, measured.
         waiting: seconds of a step in which the GPU had nothing to do or waited for another rank, as recorded.
+        host: seconds in which the host launched a step, measured; None where it was not recorded.
     """
 
     what: str
@@ -53,6 +58,7 @@ class Compared:
     peak: float | None
     seconds: float
     waiting: float | None = None
+    host: float | None = None
 
     @property
     def memory_gap(self) -> float | None:
@@ -86,10 +92,20 @@ def compared(records: Sequence[Record]) -> list[Compared]:
     return found + [_of_full_size(run) for run in full_size_tables.load()]
 
 
-def left_out(records: Sequence[Record]) -> list[Record]:
-    """Return the runs of several GPUs of a clean checkout that are not compared."""
-    zero = (r for r in records if r.values["case"] == "zero/step" and r.is_clean)
-    return [r for r in zero if not _has_tokens(r)]
+def left_out(records: Sequence[Record]) -> list[tuple[Record, str]]:
+    """Return the runs of several GPUs that are not compared, each with the reason."""
+    found = []
+    for r in records:
+        if r.values["case"] not in ("zero/step", "gather/step"):
+            continue
+        if not r.is_clean:
+            found.append((r, "its sources are those of no commit"))
+        elif r.values["case"] == "zero/step" and not _has_tokens(r):
+            found.append((r, "its tokens are not recorded"))
+        elif r.values["case"] == "gather/step" and not _is_whole(r):
+            layers = model_preset(r.values["model"]).layers
+            found.append((r, f"it has {r.values['layers']} of {layers} blocks, and a plan is of all"))
+    return found
 
 
 def _has_tokens(record: Record) -> bool:
@@ -160,8 +176,14 @@ def _of_zero(record: Record) -> Compared:
 
 
 def _is_whole(record: Record) -> bool:
-    """Whether a run had all blocks and words of its model."""
-    return record.values["parameters"] == model_preset(record.values["model"]).parameters
+    """Whether a run had all blocks of its model; the words may be others."""
+    preset = model_preset(record.values["model"])
+    return record.values["parameters"] == replace(preset, vocab_size=_words(record)).parameters
+
+
+def _words(record: Record) -> int:
+    """Return the vocabulary of a run; records that name none are of the model's own."""
+    return record.values.get("vocabulary") or model_preset(record.values["model"]).vocab_size
 
 
 def _of_gather(record: Record) -> Compared:
@@ -177,19 +199,35 @@ def _of_gather(record: Record) -> Compared:
         sequence=values["tokens"][1],
         sharding="fsdp",
         gather="bf16" if way in ("bf16", "compiled") else "nvfp4",
-        kernels="eager" if values.get("blocks", "plain") == "plain" else "compiled",
+        kernels="compiled" if way == "compiled" else KERNELS[values.get("blocks", "plain")],
+        vocabulary=_words(record),
         high_precision_blocks=0.0,
         head="shared" if way == "shared" else "gathered",
+        reduce="fp32",
     )
+    found, host = planned(request), values.get("host_step_ms")
     kept = ", embedding and head shared" if way == "shared" else ""
     return Compared(
-        what=f"FSDP2, {values['model']}, {request.gather} gathered{kept}, {values['world']} {hardware.upper()}s",
+        what=f"FSDP2, {values['model']}, {request.gather} gathered{kept}, {request.kernels}, {values['world']} "
+        f"{hardware.upper()}s, {request.sequences * request.sequence:,} tokens, {request.vocabulary:,} words",
         stamp=record.stamp,
-        plan=planned(request),
+        plan=found,
         peak=values["peak_GiB"] * GIB,
         seconds=values["step_ms"] / 1e3,
-        waiting=max(0.0, values["step_ms"] - values["kernels_ms"] - values["exposed_ms"]) / 1e3,
+        waiting=_waited(values, found) / 1e3,
+        host=None if host is None else host / 1e3,
     )
+
+
+def _waited(values: Mapping[str, Any], found: Plan) -> float:
+    """Return the ms of a step without a kernel, and of gathers that outlast their wires: they wait for another rank.
+
+    Of records that have not measured the wires, all gathers by the plan's bandwidth are taken for exposed ones.
+    """
+    gathers = (c for c in found.collectives if c.verb == "all-gather" and c.is_hidden)
+    wires = values.get("wires_alone_ms", 1e3 * sum(c.seconds(found.job.hardware) for c in gathers))
+    idle = values["step_ms"] - values["kernels_ms"] - values["exposed_ms"]
+    return max(0.0, idle) + max(0.0, values["exposed_ms"] - wires)
 
 
 def _of_full_size(run: full_size_tables.FullRun) -> Compared:
@@ -205,7 +243,8 @@ def _of_full_size(run: full_size_tables.FullRun) -> Compared:
 
 def measured(records: Sequence[Record]) -> str:
     """Return the table of every measured step beside its plan."""
-    columns = ["", "GiB, measured", "planned", "gap", "ms, measured", "planned", "gap", "waited, ms", "record"]
+    columns = ["", "GiB, measured", "planned", "gap", "ms, measured", "planned", "gap", "waited, ms"]
+    columns += ["host, ms", "planned", "record"]
     lines = []
     for c in compared(records):
         gap = "" if c.memory_gap is None else _signed(c.memory_gap)
@@ -219,6 +258,8 @@ def measured(records: Sequence[Record]) -> str:
                 f"{c.plan.step.total * 1e3:.1f}",
                 _signed(c.time_gap),
                 "" if c.waiting is None else f"{c.waiting * 1e3:.0f}",
+                "" if c.host is None else f"{c.host * 1e3:.0f}",
+                "" if c.host is None else f"{host_seconds(c.plan.job) * 1e3:.0f}",
                 c.stamp,
             ]
         )
@@ -272,15 +313,18 @@ def verdict(records: Sequence[Record]) -> str:
     for c in runs:
         if c not in timely:
             waited = "" if c.waiting is None else f", of {c.seconds * 1e3:.0f} ms {c.waiting * 1e3:.0f} waited"
-            lines.append(f"    - {c.what}, {c.stamp}: {_signed(c.time_gap)}{waited}")
-    for r in _once(records):
-        lines.append(f"- Not compared, since the run's tokens are not recorded: {r.values['model']}, {r.stamp}.")
+            host = ""
+            if c.host is not None:
+                host = f"; its host took {c.host * 1e3:.0f} ms, the plan's {host_seconds(c.plan.job) * 1e3:.0f}"
+            lines.append(f"    - {c.what}, {c.stamp}: {_signed(c.time_gap)}{waited}{host}")
+    for r, why in _once(records):
+        lines.append(f"- Not compared: {r.values['case']}, {r.values['model']}, {r.stamp}: {why}.")
     return "\n".join(lines)
 
 
-def _once(records: Sequence[Record]) -> list[Record]:
+def _once(records: Sequence[Record]) -> list[tuple[Record, str]]:
     """Return those left out, one of each model and file."""
-    return list({(r.values["model"], r.file): r for r in left_out(records)}.values())
+    return list({(r.values["model"], r.file): (r, why) for r, why in left_out(records)}.values())
 
 
 def scaling(model: str, cases: Sequence[tuple[str, int]]) -> Callable[[Sequence[Record]], str]:

@@ -32,6 +32,7 @@ class Constant:
 STEPS, KERNELS = "20261121T214910-1b13719473", "20261121T184154-b024189928"
 EXPERTS, SHARDED = "20261121T235123-a45ff07e79", "20261121T153223-f5ecbed4af"
 FSDP2, MIXTURES = "20261127T060438-4e0f5ff", "20261127T164355-70dfffc"
+COMPILED, COMPILED_SMALL = "20261129T203933-69d19d8c", "20261129T203746-69d19d8c"  # of 1b and of 300m
 ASSUMED = ""
 
 BF16_SHARE = Constant(0.8078, STEPS, "of the dense bf16 peak, GEMM of 8192 x 8192 x 8192; fp8, fp4 of theirs: assumed")
@@ -45,10 +46,12 @@ NETWORK_SHARE = Constant(0.8, ASSUMED, "of the network adapter's rate in collect
 EAGER_TRAFFIC = Constant(1.6, ASSUMED, "bytes between GEMMs op by op, of those compiled: counted for 1b, not timed")
 STEP_SHARE = Constant(0.864, STEPS, "of a step (train/1b, bf16) that the above explains; rest: clocks under load, gaps")
 HOST_CODES = Constant(
-    12.5e-3, FSDP2, "seconds of the host for an eager block under FSDP2 that gathers codes (1b, 300m, 2 H100s)"
+    12.5e-3, FSDP2, "seconds of the host for a block, not compiled, under FSDP2 over codes (1b, 300m, 2 H100s)"
 )
-HOST_VALUES = Constant(11.3e-3, FSDP2, "the same where it gathers bf16, eager (1b and 300m)")
-HOST_COMPILED = Constant(9.6e-3, FSDP2, "the same, blocks compiled (300m)")
+HOST_VALUES = Constant(11.3e-3, FSDP2, "the same where it gathers bf16 (1b and 300m)")
+HOST_COMPILED = Constant(
+    9.74e-3, COMPILED, "the same, compiled, bf16 (1b; 300m: 20261129T203746-69d19d8c); over codes 9.45 ms, 2 H200s"
+)
 HOST_EXPERTS = Constant(
     4.94e-3, MIXTURES, "seconds of the host for a block of experts, eager, bf16 (moe-60m and moe-300m)"
 )

@@ -177,7 +177,8 @@ def _whole_gradients(job: Job) -> float:
         return 0.0
     config, shared = job.architecture.config, shared_edges(job)
     head = 0 if shared.head else config.vocab_size * config.dim / job.mesh.tp
-    return job.value_bytes * (PREFETCHED * max(map(job.block_numel, job.architecture.kinds)) + head)
+    block = max(map(job.block_numel, job.architecture.kinds))
+    return (job.value_bytes + job.reduced_bytes) * block + job.value_bytes * head
 
 
 def _of_blocks(job: Job, field: str) -> list[float]:
@@ -193,7 +194,7 @@ def _of_blocks(job: Job, field: str) -> list[float]:
 
 def block_kept(job: Job, kind, recipe) -> BlockKept:
     """Return what one block of a job keeps."""
-    compiled = job.kernels == "compiled"
+    compiled = job.kernels != "eager"
     return kept(job.architecture, kind, recipe, job.sequence, job.masters, job.recompute, compiled)
 
 

@@ -21,9 +21,11 @@ Sharding = Literal["none", "zero1", "fsdp"]
 `hb.distributed.ZeroOptimizer` around a bf16 model. fsdp: FSDP2 with fp32 shards, computing in bf16."""
 Gather = Literal["bf16", "nvfp4"]
 Values = Literal["bf16", "fp32"]
-"""In what dtype FSDP2 gathers weights that are no codes, and reduces gradients. bf16: MixedPrecisionPolicy's
-param_dtype. fp32: without a policy, under autocast, as `halfbyte train --dp-shard` runs."""
-Kernels = Literal["compiled", "eager"]
+"""In what dtype FSDP2 gathers weights that are no codes, or reduces gradients. bf16: MixedPrecisionPolicy's
+param_dtype, or reduce_dtype. fp32: without a policy, under autocast, as `halfbyte train --dp-shard` runs."""
+BYTES = {"bf16": 2, "fp32": 4}
+Kernels = Literal["compiled", "fused", "eager"]
+"""compiled: all between GEMMs. fused: as few kernels, each launched by the host. eager: op by op."""
 Head = Literal["gathered", "shared"]
 Host = Literal["ahead", "measured"]
 """ahead: launches before the GPU is done, as with a fast host, CUDA graphs or a large model. measured: as slowly as
@@ -40,8 +42,9 @@ class Job:
         kept_blocks: this many blocks at the end stay in bf16.
         sequences, sequence, accumulate: sequences of a micro-batch on every data-parallel rank, tokens of one,
             micro-batches of a step.
-        sharding, gather, values: see Sharding; in what form weights travel; see Values.
-        kernels: whether what lies between GEMMs is compiled, or fused, or runs op by op.
+        sharding, gather, values, reduce: see Sharding; in what form weights travel; see Values, of weights and of
+            gradients.
+        kernels: see Kernels.
         head: whether FSDP2 gathers embedding and head, or ranks share them where that is fewer bytes.
         host: how fast it launches.
         holds_logits: the loop keeps a reference to the bf16 logits while the backward runs.
@@ -67,6 +70,7 @@ class Job:
     host: Host = "ahead"
     holds_logits: bool = False
     values: Values = "bf16"
+    reduce: Values = "bf16"
 
     def __post_init__(self) -> None:
         for name in ("sequences", "sequence", "accumulate"):
@@ -80,10 +84,10 @@ class Job:
                 "gather='nvfp4': the recipe's weights are not one set of 16x16 tiles for forward and backward (with "
                 "sharding='fsdp': or 1x16 blocks in forward); use gather='bf16', or recipe nvfp4 or four_over_six"
             )
-        if self.recompute == "selective" and self.kernels == "compiled":
+        if self.recompute == "selective" and self.kernels != "eager":
             raise ValueError(
-                "recompute='selective' with kernels='compiled': compiled blocks write over what it keeps; use "
-                "recompute='full' or kernels='eager'"
+                f"recompute='selective' with kernels={self.kernels!r}: {self.kernels} blocks write over what it keeps; "
+                "use recompute='full' or kernels='eager'"
             )
 
     def _check_sharding(self) -> None:
@@ -95,11 +99,12 @@ class Job:
                 f"head='shared' with sharding={self.sharding!r}, tp={mesh.tp}: ranks that share weights as FSDP2 does "
                 "share it; use sharding='fsdp' and tp=1, or head='gathered'"
             )
-        if self.values == "fp32" and self.sharding != "fsdp":
-            raise ValueError(
-                f"values='fp32' with sharding={self.sharding!r}: it says what FSDP2 gathers; use sharding='fsdp', or "
-                "values='bf16'"
-            )
+        for name, does in (("values", "gathers"), ("reduce", "reduces")):
+            if getattr(self, name) == "fp32" and self.sharding != "fsdp":
+                raise ValueError(
+                    f"{name}='fp32' with sharding={self.sharding!r}: it says what FSDP2 {does}; use "
+                    f"sharding='fsdp', or {name}='bf16'"
+                )
         if self.sharding == "none" and self.gather == "nvfp4":
             raise ValueError("gather='nvfp4' with sharding='none': no weight travels; use gather='bf16'")
         if self.gather == "nvfp4" and mesh.tp > 1:
@@ -129,8 +134,13 @@ class Job:
 
     @property
     def value_bytes(self) -> int:
-        """Bytes of a weight that travels in its values, and of its gradient."""
-        return 4 if self.values == "fp32" else 2
+        """Bytes of a weight that travels in its values, and of its gradient before it is reduced."""
+        return BYTES[self.values]
+
+    @property
+    def reduced_bytes(self) -> int:
+        """Bytes of a gradient on its way to its shard."""
+        return BYTES[self.reduce]
 
     @property
     def masters(self) -> Masters:

@@ -52,11 +52,14 @@ class PlanRequest:
     gather: Literal["auto", "bf16", "nvfp4"] = AUTO
     """In what form weights travel. auto: nvfp4 where the recipe has one set of 16x16 tiles."""
     values: Values = "bf16"
-    """In what FSDP2 gathers weights that are no codes and reduces gradients: fp32 as `halfbyte train --dp-shard`."""
+    """In what FSDP2 gathers weights that are no codes: fp32 as `halfbyte train --dp-shard`."""
+    reduce: Literal["auto", "bf16", "fp32"] = AUTO
+    """In what FSDP2 reduces gradients: MixedPrecisionPolicy's reduce_dtype. auto: as `values`."""
     recompute: Literal["auto", "nothing", "selective", "full"] = AUTO
     """Activation checkpointing. auto: with a given mesh nothing; with --mesh auto what is fastest and fits."""
-    kernels: Literal["auto", "compiled", "eager"] = AUTO
-    """Whether what lies between GEMMs is compiled, or runs op by op. auto: compiled, but for recompute selective."""
+    kernels: Literal["auto", "compiled", "fused", "eager"] = AUTO
+    """Whether what lies between GEMMs is compiled, fused (as fast, but launched by the host), or runs op by op. auto:
+    compiled, but for recompute selective."""
     vocabulary: int | None = None
     """Another vocabulary than the model's own."""
     high_precision_blocks: float = 0.15
@@ -196,6 +199,7 @@ def job_of(request: PlanRequest, mesh: Mesh, recompute: Recompute) -> Job:
         host=request.host,
         holds_logits=request.holds_logits,
         values=request.values,
+        reduce=request.reduce if request.reduce != AUTO else request.values,
     )
 
 

@@ -122,8 +122,8 @@ def step(job: Job, collectives: tuple[Collective, ...]) -> PlannedStep:
 def host_seconds(job: Job) -> float:
     """Return the seconds in which a host launches a step; 0 where graphs or whole compiled steps leave it ahead."""
     if job.sharding == "fsdp":
-        own = HOST_COMPILED if job.kernels == "compiled" else HOST_VALUES
-        block = HOST_CODES if job.gather == "nvfp4" else own
+        own = HOST_CODES if job.gather == "nvfp4" else HOST_VALUES
+        block = HOST_COMPILED if job.kernels == "compiled" else own  # over codes as over values
     elif job.architecture.has_experts:
         block = HOST_EXPERTS
     else:

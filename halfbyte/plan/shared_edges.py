@@ -32,11 +32,11 @@ def shared_edges(job: Job) -> SharedEdges:
     if job.head != "shared":
         return SharedEdges(False, False, False)
     config = job.architecture.config
-    sizes = job.value_bytes, job.value_bytes
+    sizes = job.value_bytes, job.reduced_bytes
     gathered = config.vocab_size * config.dim * sum(sizes)
     shape = job.tokens, job.mesh.dp_shard, config.dim, sizes
     rows, fixed = row_bytes_exchanged(*shape)
-    activations = exchanged_bytes(*shape)
+    activations = exchanged_bytes(job.tokens, job.mesh.dp_shard, config.dim, (job.value_bytes, job.value_bytes))
     if config.tie_embeddings:
         is_less = rows + activations < gathered
         return SharedEdges(is_less, is_less, is_less and fixed + activations < gathered)

@@ -210,8 +210,8 @@ def _gradients(job: Job) -> Iterator[Collective]:
     others, experts = blocks_gathered(mesh, job.architecture)
     others += _edge_values(job, is_head_coded=False)
     for what, numel, is_expert in (("gradients", others, False), ("gradients of experts", experts, True)):
-        yield _reduction(what, "reduce-scatter", _shards(job, is_expert), job.value_bytes * numel * job.accumulate)
-    yield _reduction("gradients of shards", "all-reduce", across, job.value_bytes * job.shard)
+        yield _reduction(what, "reduce-scatter", _shards(job, is_expert), job.reduced_bytes * numel * job.accumulate)
+    yield _reduction("gradients of shards", "all-reduce", across, job.reduced_bytes * job.shard)
 
 
 def _reduction(what: str, verb: Verb, group: Group, message: float) -> Collective:
@@ -227,7 +227,8 @@ def _of_edges(job: Job) -> Iterator[Collective]:
         tokens = job.tokens * (group.size if shared.is_fixed else 1)
         verb: Verb = "all-gather" if shared.is_fixed else "all-to-all"
         each.append(("rows of the embedding", "all-to-all", "forward", tokens * (values + ID_BYTES)))
-        each.append(("gradients of rows", verb, "backward", tokens * values))
+        sums = values if shared.is_fixed else job.reduced_bytes * config.dim
+        each.append(("gradients of rows", verb, "backward", tokens * sums))
     if shared.head:
         tokens = group.size * job.tokens
         loss = tokens * (TARGET_BYTES + 2 * STATISTIC_BYTES)

@@ -190,7 +190,7 @@ def between(job: Job, kind: Kind, total: dict[str, Work]) -> None:
     if kind.moe is not None:  # copies of tokens, sorted by expert, and their sum
         forward += 4 * BF16 * kind.moe.per_token * config.dim
         backward += 6 * BF16 * kind.moe.per_token * config.dim
-    factor = 1.0 if job.kernels == "compiled" and kind.moe is None else EAGER_TRAFFIC.value
+    factor = 1.0 if job.kernels != "eager" and kind.moe is None else EAGER_TRAFFIC.value
     pair = 2.0 * job.sequence / 2 * (queries + values) * tokens  # causal: half of the square
     for name, count, times in (("forward", forward, 1.0), ("backward", backward, CAUSAL_BACKWARD)):
         total[name].moved["between GEMMs"] += count * tokens * factor

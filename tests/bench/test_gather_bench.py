@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from bench import gather
+from bench import gather, gather_tables
 
 
 def test_all_gathers_are_counted_by_what_they_return(monkeypatch):
@@ -87,3 +87,44 @@ def test_ranks_tell_each_other_their_gathers(alone, monkeypatch):
     assert found == [1, gather.TRACED]
     assert traced["wires_ms"] == traced["wires_alone_ms"] == traced["exposed_ms"] == pytest.approx(8e-3)
     assert traced["first_wires_ms"] == pytest.approx(8e-3)
+
+
+@pytest.mark.parametrize(
+    ("model", "blocks", "dim", "hidden", "heads", "kept", "tied"),
+    [
+        ("1b", 16, 2048, 8192, 32, 3, True),
+        ("3b", 28, 3072, 8192, 24, 5, True),
+        ("8b", 32, 4096, 14_336, 32, 5, False),
+    ],
+)
+def test_what_a_whole_model_gathers_adds_up_by_hand(model, blocks, dim, hidden, heads, kept, tied):
+    """A code and its share of a tile's scale are 0.504 bytes; by default the last 15 % of the blocks come as values."""
+    block, norms, table = 2 * dim**2 + 2 * dim * 8 * dim // heads + 3 * dim * hidden, 2 * dim, 128_256 * dim
+    code, last = 0.5 + 1 / 256, 2 * dim
+    edges = table if tied else 2 * table
+    for policy, in_values in (("nvfp4@all", 0), ("nvfp4", kept)):
+        each = (blocks - in_values) * code * block + in_values * 2 * block + blocks * 2 * norms
+        shared = gather_tables.gathered_bytes(model, recipe=policy, head="shared")
+        assert shared == pytest.approx(2 * each + last, rel=1e-9), "twice, and the last norm once"
+        in_codes = 0 if tied or in_values else table
+        whole = gather_tables.gathered_bytes(model, recipe=policy, head="gathered")
+        assert whole == pytest.approx(2 * each + last + 2 * (edges - in_codes) + code * in_codes, rel=1e-9)
+    values = gather_tables.gathered_bytes(model, recipe="bf16")
+    assert values == 2 * 2 * blocks * (block + norms) + last + 2 * edges
+    shared = gather_tables.gathered_bytes(model, recipe="nvfp4@all", head="shared")
+    assert shared / values <= 0.27 and f"{shared / values:.3f}" in gather_tables.whole([])
+
+
+@pytest.mark.parametrize("tokens", gather_tables.LENGTHS)
+def test_embedding_and_head_are_gathered_where_the_table_says_that_it_is_no_more(tokens):
+    lines = [line.strip("| ").split(" | ") for line in gather_tables.edges([]).splitlines()[2:]]
+    for model, words, count, ranks, rows, activations, table in lines:
+        if int(count.replace(",", "")) != tokens:
+            continue
+        gather_ = float(table.replace(",", ""))
+        cells = [0.0 if cell == "gathered" else float(cell.replace(",", "")) for cell in (rows, activations)]
+        assert sum(cells) < gather_ if model != "8b" else max(cells) < gather_, "1b and 3b have one weight for both"
+        dim, world = {"1b": 2048, "3b": 3072, "8b": 4096}[model], int(ranks)
+        if activations == "gathered":
+            sent = (world - 1) * tokens * (4 * dim + 44) + (tokens * 4 * dim if model != "8b" else 0)
+            assert sent >= 4 * int(words.replace(",", "")) * dim

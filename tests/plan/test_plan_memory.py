@@ -99,6 +99,14 @@ def test_what_travels_in_fp32_is_held_in_fp32():
         assert two.bytes["gathered layers"] == 2 * one.bytes["gathered layers"]
 
 
+def test_gradients_on_their_way_are_held_as_they_are_reduced():
+    common = {"model": "llama3-8b", "gpus": 8, "mesh": "dp_shard=8", "recompute": "full", "recipe": "bf16"}
+    plain, wide = (plan(PlanRequest(**common, reduce=reduce)).moments for reduce in ("auto", "fp32"))
+    block = 2 * 4096**2 + 2 * 4096 * 1024 + 3 * 4096 * 14_336 + 2 * 4096
+    more = [two.total - one.total for one, two in zip(plain, wide, strict=True)]
+    assert more == [0, 2 * block, 2 * block, 0], "of one block, in fp32 in place of bf16"
+
+
 def test_a_shared_head_is_kept_in_no_codes():
     common = {"model": "llama3-8b", "gpus": 4, "mesh": "dp_shard=4", "recipe": "nvfp4@all"}
     gathered, shared = (plan(PlanRequest(**common, head=head)).moments[0].bytes for head in ("gathered", "shared"))

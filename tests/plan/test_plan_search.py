@@ -30,6 +30,7 @@ def test_what_a_plan_is_of_where_nothing_is_said():
         "high_precision_blocks": 0.15,
         "head": "gathered",
         "values": "bf16",
+        "reduce": "auto",
         "host": "ahead",
         "holds_logits": False,
     }

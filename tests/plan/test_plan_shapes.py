@@ -96,6 +96,10 @@ def test_what_is_no_mesh(text, message):
             {"mesh": "dp_shard=1", "gpus": 1, "values": "fp32"},
             "it says what FSDP2 gathers; use sharding='fsdp', or values=",
         ),
+        (
+            {"mesh": "dp_shard=1", "gpus": 1, "reduce": "fp32"},
+            "it says what FSDP2 reduces; use sharding='fsdp', or reduce=",
+        ),
         ({"gpus": 0}, "gpus=0: give a whole number, 1 or more"),
         ({"gpus": 10**400}, "gpus=10**399 or more: a plan counts to 1,073,741,824; give fewer"),
         ({"sequence": 10**18}, "sequence=1000000000000000000: a plan counts to 1,099,511,627,776; give fewer"),

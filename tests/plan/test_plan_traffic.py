@@ -214,6 +214,25 @@ def test_without_a_policy_rows_of_an_embedding_travel_in_fp32():
         assert wide[key] == narrow[key]
 
 
+def test_gradients_that_are_reduced_in_fp32_make_a_gather_dearer():
+    """Of 16,384 tokens of two ranks and 32,000 words activations are more than bf16's gather, and fewer than fp32's."""
+    common = {"model": "1b", "gpus": 2, "mesh": "dp_shard=2", "sequences": 8, "sequence": 2048, "vocabulary": 32_000}
+    narrow, wide = (
+        sent(PlanRequest(**common, recipe="nvfp4@all", head="shared", reduce=reduce)) for reduce in ("bf16", "fp32")
+    )
+    exchanged = {"rows of the embedding", "activations of the head"}
+    assert {what for what, _ in narrow} & exchanged == set() and {what for what, _ in wide} >= exchanged
+    tokens, dim = 16_384, 2048
+    rows = wide["gradients of rows", "backward"]
+    assert rows.verb == "all-gather" and rows.message == 2 * tokens * 2 * dim, "of both ranks' tokens, as rows travel"
+    many = PlanRequest(model="8b", gpus=32, mesh="dp_shard=32", recipe="nvfp4@all", head="shared", reduce="fp32")
+    counted = sent(many)["gradients of rows", "backward"]
+    assert counted.verb == "all-to-all" and counted.message == 8192 * 4 * 4096, "as they are added up"
+    gathered = (sent(PlanRequest(**common, recipe="bf16", reduce=reduce)) for reduce in ("bf16", "fp32"))
+    one, two = (found["gradients", "backward"].message for found in gathered)
+    assert two == 2 * one
+
+
 def test_embedding_and_head_are_gathered_where_that_is_fewer_bytes():
     """8,192 tokens of 32 ranks are more than the rows of a head, and those of one rank more than 4,096 words."""
     common = {"recipe": "nvfp4@all", "head": "shared", "sequence": 8192}
