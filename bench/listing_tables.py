@@ -167,7 +167,7 @@ def invariant(records: Sequence[Record]) -> str:
     for (case, shape), record in sorted(counting(records).items(), key=lambda item: str(item[0])):
         if case == "gemm/batch-invariant" and record.is_clean:
             batch, weights = shape[0], f"{shape[1]}×{shape[2]}"
-            cell = f"{record.values['us']:.1f} µs, {record.values['value']:.2f}"
+            cell = f"{record.values['us']:.0f} µs, {record.values['value']:.2f}"
             shares.setdefault(weights, {})[f"{batch:,} rows"] = cell
             stamps.setdefault(weights, []).append(record.stamp)
     names = {name for own in shares.values() for name in own}
