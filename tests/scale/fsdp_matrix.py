@@ -339,7 +339,7 @@ def table() -> str:
 
 def note_run() -> None:
     """Write down that every row is so with this torch, at the tree that is checked out."""
-    git = ("git", "-C", str(PAGE.parent), "rev-parse", "--short=8", "HEAD")
+    git = ("git", "-C", str(PAGE.parent), "describe", "--always", "--dirty", "--abbrev=8", "--exclude=*")
     tree = subprocess.run(git, capture_output=True, text=True, check=True).stdout.strip()
     version = torch.__version__
     short = ".".join(version.split(".")[:2])

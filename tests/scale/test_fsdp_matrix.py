@@ -19,3 +19,12 @@ def test_row(row, found):
 
 def test_the_page_has_the_table():
     assert fsdp_matrix.table() in fsdp_matrix.PAGE.read_text(encoding="utf-8")
+
+
+def test_what_was_run_is_of_the_table():
+    names = [row.name for row in fsdp_matrix.ROWS]
+    runs = fsdp_matrix.runs()
+    assert set(runs) == {"2.11", "2.13", "2.15"}
+    for version, run in runs.items():
+        assert run["torch"].startswith(version) and run["tree"] and not run["tree"].endswith("dirty")
+        assert set(run["rows"]) <= set(names), "a row has another name now: run it again"
