@@ -81,7 +81,8 @@ def in_backward() -> bool:
     return torch._C._current_graph_task_id() != -1
 
 
-def _is_capturing() -> bool:
+def is_capturing() -> bool:
+    """Whether a CUDA graph is captured on the current stream."""
     return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()  # builds for CPUs lack the question
 
 
@@ -103,7 +104,7 @@ class ModelHooks:
     def _before(self, module: nn.Module, arguments: Any) -> None:
         if not torch.compiler.is_compiling() and torch.is_grad_enabled() and not in_backward():
             # A graph that is captured here replays this too: it must not begin all its replays at one position.
-            self._state.catch_up(always=_is_capturing())
+            self._state.catch_up(always=is_capturing())
 
     def _after(self, module: nn.Module, arguments: Any, output: Any) -> None:
         if torch.compiler.is_compiling() or not torch.is_grad_enabled() or in_backward():
@@ -282,7 +283,7 @@ class _Steps:
         self._hook = self._hook or register_optimizer_step_post_hook(self._after_step)
 
     def _after_step(self, optimizer: Optimizer, arguments: Any, options: Any) -> None:
-        if torch.compiler.is_compiling() or _is_capturing():
+        if torch.compiler.is_compiling() or is_capturing():
             return
         for watch in list(self._watches):
             if watch.after_step(optimizer):

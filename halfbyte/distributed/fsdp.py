@@ -42,7 +42,7 @@ from halfbyte.distributed.fsdp_choice import (
     wrapping_problem,
 )
 from halfbyte.distributed.fsdp_experts import ExpertCast, GatheredExperts
-from halfbyte.distributed.fsdp_phase import BACKWARD, FORWARD, Mode, Phase
+from halfbyte.distributed.fsdp_phase import BACKWARD, FORWARD, Mode, Phase, refuse_capture
 from halfbyte.distributed.fsdp_reading import Reading, reading_of
 from halfbyte.distributed.fsdp_report import GatherReport, GatherRow
 from halfbyte.distributed.fsdp_rows import RowCast
@@ -75,7 +75,7 @@ def fsdp_gather_nvfp4_(model: nn.Module, *, dtype: torch.dtype | None = None) ->
     Raises:
         ValueError: on every rank: fully_shard wrapped nothing of it, no weight can be gathered so, it has run already,
             FSDP2 offloads to the CPU or reshards to an integer, or gathers in another dtype below fp32 than `dtype`, or
-            ranks differ in shapes, recipes or `dtype`.
+            ranks differ in shapes, recipes or `dtype`. Forwards raise it where a CUDA graph is captured.
         RuntimeError: some rank does not make the call within `agree.AGREE_TIMEOUT`.
         TypeError: it is no module, or dtype none of these.
     """
@@ -123,11 +123,13 @@ class WeightGather:
     """What `fsdp_gather_nvfp4_` arranged in a model, which keeps it alive.
 
     report: what travels, parameter by parameter.
+    ran: ids of the wrapped modules that ran since a forward of the model began; before the first, of all.
     """
 
     def __init__(self, model: nn.Module, homes: list[Home], choice: GatherChoice) -> None:
         self._mode = Mode()
         self._casts, wrapped = self._arrange(homes, choice)
+        self.ran = set(map(id, wrapped))
         self.weights = [weight for cast in self._casts for weight in cast.weights]
         self.report = _report(homes, {weight.name: weight for weight in self.weights}, choice.reasons)
         for weight in self.weights:
@@ -250,6 +252,12 @@ def _uncompiled(hook: Callable[..., None]) -> Callable[..., None]:
 def _before_forward(
     gather: WeightGather, weights: list[GatheredWeight], own: list[GatheredWeight], module: nn.Module, arguments: Any
 ) -> None:
+    is_model = weights is gather.weights
+    if is_model or id(module) in gather.ran:  # it runs without the model, or again: what is within it was asked there
+        refuse_capture(CALL)
+    if is_model:
+        gather.ran.clear()
+    gather.ran.add(id(module))
     gather._mode.has_gradients = torch.is_grad_enabled()
     gather.refresh(weights)
     if module._compiled_call_impl is not None and not gather._mode.has_gradients:

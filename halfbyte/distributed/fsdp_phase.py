@@ -8,8 +8,26 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from halfbyte.position import is_capturing
+
 FORWARD, BACKWARD = "forward", "backward"
 EVERYTHING = frozenset((FORWARD, BACKWARD))
+
+
+def refuse_capture(call: str) -> None:
+    """Raise ValueError where a CUDA graph is captured.
+
+    A microsecond on a GPU: for each forward of a model, not of a layer.
+
+    Args:
+        call: what arranged that codes are gathered.
+    """
+    if is_capturing():
+        raise ValueError(
+            f"{call}: a CUDA graph is being captured. Which weights changed, and what a gather brings, is found out by "
+            "the host before each forward, so that replays would multiply by the codes of the capture: run the model "
+            "outside of torch.cuda.graph, with blocks compiled (block.compile()) where launches take long"
+        )
 
 
 class Mode:

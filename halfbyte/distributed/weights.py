@@ -10,7 +10,6 @@ from torch import Tensor, nn
 
 from halfbyte.formats import NVFP4_BLOCK
 from halfbyte.functional.weights import weight_specs
-from halfbyte.layout import Blocks, ceil_div
 from halfbyte.nn import GroupedLinear, Linear
 from halfbyte.nn.linear import LinearLayer
 from halfbyte.recipes import Recipe
@@ -88,7 +87,7 @@ def make_primary(
     if siblings:
         amax = amaxes.setdefault(id(siblings[0]), torch.zeros((), dtype=torch.float32, device=old.device))
     if old.dim() == 3:
-        weight = _experts(old, form, qdata)
+        weight = PrimaryWeight.empty(tuple(old.shape), form[0], dtype=form[1], qdata=qdata)
     else:
         weight = PrimaryWeight.empty((old.shape[0], old.shape[1]), form[0], dtype=form[1], qdata=qdata, amax=amax)
         weight.allocate_turned()
@@ -99,16 +98,6 @@ def make_primary(
     table: dict[str, Any] = module._parameters
     table["weight"] = parameter
     return parameter
-
-
-def _experts(old: Tensor, form: tuple[NVFP4, torch.dtype], qdata: Tensor) -> PrimaryWeight:
-    """Return zeros of the shape of experts [E, N, K], whose amaxes are their own; the backward turns their tiles."""
-    (experts, rows, cols), device = old.shape, qdata.device
-    scale = torch.zeros(experts * rows, ceil_div(cols, NVFP4_BLOCK), dtype=torch.uint8, device=device)
-    amaxes = torch.zeros(experts, dtype=torch.float32, device=device)
-    offsets = torch.arange(1, experts + 1, dtype=torch.int32, device=device) * rows
-    options = {"shape": tuple(old.shape), "dtype": form[1], "group_offsets": offsets}
-    return PrimaryWeight(Blocks(qdata, scale, amaxes), form[0], **options)
 
 
 def memory_of(param: Tensor) -> list[Tensor]:

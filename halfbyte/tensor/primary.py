@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any, cast
 
@@ -57,7 +58,7 @@ class PrimaryWeight(QuantTensor):
 
     @staticmethod
     def empty(
-        shape: tuple[int, int],
+        shape: tuple[int, ...],
         spec: NVFP4 | None = None,
         *,
         dtype: torch.dtype = torch.bfloat16,
@@ -69,38 +70,49 @@ class PrimaryWeight(QuantTensor):
         """Return a weight of zeros.
 
         Args:
-            shape: N and K.
+            shape: N and K, or E, N and K of experts, each of which is a matrix with tiles and an amax of its own.
             spec: NVFP4 in 16x16 tiles with rounding to nearest; NVFP4(block=(16, 16)) by default.
             dtype: nominal dtype, that masters are rounded to before they are quantized.
             device: where it is.
             scale_layout: "linear" or "swizzled_32_4_4".
-            qdata: uint8 [N, ceil(K/16) * 8] to hold the codes, such as a part of a buffer that is gathered; at an
-                address that is a multiple of 8.
+            qdata: uint8 [N, ceil(K/16) * 8], [E * N, …] of experts, to hold the codes, such as a part of a buffer that
+                is gathered; at an address that is a multiple of 8.
             amax: fp32 [] that several weights share; their tensor scale is then one.
 
         Raises:
-            ValueError: the spec has no cast from masters, the shape is not that of a matrix, or kernels cannot read
-                words from qdata.
+            ValueError: the spec has no cast from masters, the shape is not that of a matrix or of experts, these share
+                an amax or have swizzled scales, or kernels cannot read words from qdata.
         """
         spec = NVFP4(block=(16, 16)) if spec is None else spec
         check_primary_spec(spec)
-        is_matrix = isinstance(shape, tuple | list) and len(shape) == 2
-        if not is_matrix or any(not isinstance(n, int) or n < 0 for n in shape):
-            raise ValueError(f"shape={shape}: give N and K, the rows and columns of the weight")
+        is_shape = isinstance(shape, tuple | list) and len(shape) in (2, 3)
+        if not is_shape or any(not isinstance(n, int) or n < 0 for n in shape):
+            raise ValueError(f"shape={shape}: give N and K, its rows and columns, or E, N and K of experts")
         check_scale_layout(scale_layout)
         check_value_dtype("dtype", dtype, "name the dtype of the layer")
-        rows, blocks = shape[0], ceil_div(shape[1], spec.block_length)
+        is_grouped = len(shape) == 3
+        if is_grouped and (scale_layout != LINEAR or amax is not None):
+            what = f"scale_layout={scale_layout!r}" if scale_layout != LINEAR else "amax"
+            raise ValueError(f"{what}: experts have linear scales and an amax each; leave it out")
+        rows, blocks = math.prod(shape[:-1]), ceil_div(shape[-1], spec.block_length)
         size = (rows, blocks) if scale_layout == LINEAR else (swizzled_numel(rows, blocks),)
         if qdata is None:
             qdata = torch.zeros(rows, blocks * 8, dtype=torch.uint8, device=device)
         if qdata.data_ptr() % 8:
             raise ValueError("qdata starts at an address that is no multiple of 8: pad the buffer before it")
         scale = torch.zeros(size, dtype=torch.uint8, device=qdata.device)
-        own = torch.zeros((), dtype=torch.float32, device=qdata.device) if amax is None else amax
-        options = {"shape": tuple(shape), "dtype": dtype, "scale_layout": scale_layout}
+        own = torch.zeros(shape[:-2], dtype=torch.float32, device=qdata.device) if amax is None else amax
+        options: dict[str, Any] = {"shape": tuple(shape), "dtype": dtype, "scale_layout": scale_layout}
+        if is_grouped:
+            options["group_offsets"] = torch.arange(1, shape[0] + 1, dtype=torch.int32, device=qdata.device) * shape[1]
         weight = PrimaryWeight(Blocks(qdata, scale, own), spec, **options)
         weight.shared_amax = amax
         return weight
+
+    @property
+    def rowwise_data(self) -> Tensor:
+        """The codes as one run of bytes, as Megatron-Core asks for them."""
+        return self.qdata.view(-1)
 
     @property
     def requires_grad(self) -> bool:

@@ -1,15 +1,22 @@
 """What the 4-bit gather of FSDP2 goes with, and what it refuses: the table of docs/fsdp2.md.
 
 PYTHONPATH=tests:tests/distributed python tests/scale/fsdp_matrix.py --write     writes it, if every row is so
+
+It says with which versions of torch each row was run: fsdp_matrix.json has what `--write` found with each, such as the
+torch 2.15 of `make torch-next` (PYTHONPATH=.:tests:tests/distributed, .venv/torch-2.15/bin/python). `--again` writes
+the table from it.
 """
 
 from __future__ import annotations
 
+import json
+import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import ranks
 import torch
@@ -22,6 +29,7 @@ from torch.distributed.tensor import distribute_tensor
 import halfbyte as hb
 from halfbyte.distributed.fsdp_choice import groups_of
 
+RUNS = Path(__file__).with_suffix(".json")
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "fsdp2.md"
 BEGIN, END = "<!-- matrix: tests/scale/fsdp_matrix.py --write -->\n", "<!-- end of matrix -->"
 
@@ -159,6 +167,38 @@ def changed_while_whole(world: int) -> None:
         model(X)
 
 
+def captured(world: int) -> None:
+    """A forward under torch.cuda.graph, of the model or a block, before others and after: nothing is gathered for it.
+
+    Others ask once whether a graph is captured, however many blocks there are. torch is told that one is.
+    """
+    model = two_layers().bfloat16()
+    hb.quantize_(model, "nvfp4", keep=hb.Keep(names=(), last_fraction=0))
+    for module in (model[0], model[2], model):
+        fully_shard(module, mesh=mesh_of(Case(), world))
+    gather = hb.distributed.fsdp_gather_nvfp4_(model)
+    errors: list[ValueError] = []
+    with (
+        patch("torch.cuda.is_initialized", lambda: True),
+        patch("torch.cuda.is_current_stream_capturing", return_value=True) as asked,
+    ):
+        for _ in range(2):
+            before = gather.traffic
+            for module in (model, model[0]):
+                try:
+                    module(X)
+                except ValueError as error:
+                    errors.append(error)
+            assert gather.traffic == before
+            asked.return_value = False
+            asked.reset_mock()
+            model(X).sum().backward()
+            assert asked.call_count == 1, asked.call_count
+            asked.return_value = True
+    assert len({str(error) for error in errors}) == 1 and len(errors) == 4, errors
+    raise errors[0]
+
+
 def zero(world: int) -> None:
     """A ZeroOptimizer over parameters that FSDP2 has split."""
     hb.distributed.ZeroOptimizer(wrapped_with(world))
@@ -220,6 +260,11 @@ ROWS = (
         refusal=zero,
         parts=("0.weight is sharded already", "without fully_shard", "fsdp_gather_nvfp4_"),
     ),
+    Row(
+        name="CUDA graphs: a forward of the model, or of a block, under `torch.cuda.graph`",
+        refusal=captured,
+        parts=("a CUDA graph is being captured", "outside of torch.cuda.graph"),
+    ),
     Row(name="`hb.cache_weights`", refusal=cached, parts=("sharded",)),
     Row(name="`hb.high_precision`, to validate or to train", case=CASES["trained in high precision for a step"]),
     Row(name="another recipe for weights, later", refusal=other_recipe, parts=("now reads it in another form",)),
@@ -260,37 +305,60 @@ def row_found(rank: int, world: int, names: list[str]) -> dict[str, Any]:
     return found
 
 
-def matrix() -> dict[str, list[str]]:
-    """What every row came to, of every rank."""
+def matrix(asked: Collection[str] | None = None) -> dict[str, list[str]]:
+    """What rows of these names, or all, came to, of every rank."""
+    rows = [row for row in ROWS if asked is None or row.name in asked]
     found: dict[str, list[str]] = {}
-    for world in sorted({row.world for row in ROWS}):
-        names = [row.name for row in ROWS if row.world == world]
+    for world in sorted({row.world for row in rows}):
+        names = [row.name for row in rows if row.world == world]
         for name in names:
             found[name] = []
         for rank in ranks.run(world, row_found, names, seconds=200):
             for name in names:
                 found[name].append(rank[name])
-    return {row.name: found[row.name] for row in ROWS}
+    return {row.name: found[row.name] for row in rows}
+
+
+def runs() -> dict[str, Any]:
+    """With which versions of torch rows came to what the table says: of each where, at which tree, and their names."""
+    return json.loads(RUNS.read_text(encoding="utf-8"))
 
 
 def table() -> str:
     """The table, as it should be."""
-    lines = ["| with | what happens |", "|---|---|"]
+    lines = ["| with | what happens | torch |", "|---|---|---|"]
+    known = runs()
     for row in ROWS:
         what = "refused: a `ValueError` on every rank" if row.refusal is not None else row.text or "exact"
-        lines.append(f"| {row.name} | {what} |")
-    return "\n".join(lines) + "\n"
+        versions = ", ".join(version for version, run in sorted(known.items()) if row.name in run["rows"])
+        lines.append(f"| {row.name} | {what} | {versions} |")
+    trees = "; ".join(f"{run['torch']} at tree {run['tree']} ({run['over']})" for version, run in sorted(known.items()))
+    said = f"The last column names the versions that a row was run with, as it is: torch {trees}."
+    return "\n".join(lines) + f"\n\n{said}\n"
+
+
+def note_run() -> None:
+    """Write down that every row is so with this torch, at the tree that is checked out."""
+    git = ("git", "-C", str(PAGE.parent), "describe", "--always", "--dirty", "--abbrev=8", "--exclude=*")
+    tree = subprocess.run(git, capture_output=True, text=True, check=True).stdout.strip()
+    version = torch.__version__
+    short = ".".join(version.split(".")[:2])
+    run = {"torch": version, "over": "gloo", "tree": tree, "rows": [row.name for row in ROWS]}
+    text = json.dumps(dict(sorted((runs() | {short: run}).items())), indent=1, ensure_ascii=False)
+    RUNS.write_text(text + "\n", encoding="utf-8")
 
 
 def main() -> None:
-    """Write the table into its page, if every row is so."""
-    wrong = {name: found for name, found in matrix().items() if not set(found) <= {"exact", "refused"}}
-    assert not wrong, wrong
+    """Write the table into its page, if every row is so, and what was run; with --again the table alone."""
+    if sys.argv[1:] == ["--write"]:
+        wrong = {name: found for name, found in matrix().items() if not set(found) <= {"exact", "refused"}}
+        assert not wrong, wrong
+        note_run()
     page = PAGE.read_text(encoding="utf-8")
     before, rest = page.split(BEGIN)
     PAGE.write_text(before + BEGIN + "\n" + table() + "\n" + END + rest.split(END)[1], encoding="utf-8")
 
 
 if __name__ == "__main__":
-    assert sys.argv[1:] == ["--write"], __doc__
+    assert sys.argv[1:] in (["--write"], ["--again"]), __doc__
     main()
