@@ -19,7 +19,7 @@ ALONE = {
     "nvfp4": recipes.nvfp4(activation_outer="row"),
     "nvfp4_forward": recipes.nvfp4_forward(activation_outer="row"),
     "four_over_six": recipes.four_over_six(base=recipes.nvfp4(activation_outer="row")),
-    "nvfp4_mxfp8_bwd": recipes.mixed(recipes.nvfp4_forward(activation_outer="row"), recipes.nvfp4_mxfp8_bwd()),
+    "nvfp4_mxfp8_bwd": recipes.nvfp4_mxfp8_bwd(activation_outer="row"),
 }
 TOGETHER = {name: recipes.get(name) for name in ("nvfp4", "nvfp4_forward", "four_over_six", "nvfp4_mxfp8_bwd")}
 RNG = hb.Philox(3)
