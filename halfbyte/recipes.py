@@ -75,17 +75,25 @@ def nvfp4(
     )
 
 
-def nvfp4_mxfp8_bwd(*, element: Literal["e4m3", "e5m2"] = "e4m3") -> Recipe:
+def nvfp4_mxfp8_bwd(
+    *,
+    element: Literal["e4m3", "e5m2"] = "e4m3",
+    activation_outer: Literal["tensor", "row"] = "tensor",
+    backward: Literal["original", "dequantized"] = "original",
+) -> Recipe:
     """NVFP4 forward, MXFP8 backward.
 
     Args:
         element: the MXFP8 element of the gradients; weights and activations use e4m3.
+        activation_outer: "row" gives every token of fprop's activations its own fp32 amax.
+        backward: "dequantized" quantizes in 8 bits what the forward multiplied; "original" x and w, see Recipe.
     """
     operand, gradient = MXFP8(), MXFP8(element=element)
     return Recipe(
-        fprop=GemmSpec(a=NVFP4(), b=NVFP4()),
+        fprop=GemmSpec(a=NVFP4(outer=activation_outer), b=NVFP4()),
         dgrad=GemmSpec(a=gradient, b=operand),
         wgrad=GemmSpec(a=gradient, b=operand),
+        backward=backward,
     )
 
 
@@ -99,7 +107,7 @@ def four_over_six(
     candidates: tuple[float, ...] = (1.0, 1.5),
     base: Recipe | str | None = None,
 ) -> Recipe:
-    """A recipe with 4over6 on weights, activations or both; never on a stochastically rounded operand.
+    """A recipe with 4over6 on weights, activations or both; never on an operand whose rounding or scale is drawn.
 
     Args:
         scope: which operands choose between candidate scales: "weights", "activations" or "all".
@@ -118,6 +126,8 @@ def four_over_six(
 
     def change(spec, role: str):
         if not isinstance(spec, NVFP4) or spec.rounding != "nearest" or scope not in (role, "all"):
+            return spec
+        if isinstance(spec.scaling, Eden):  # its correction makes up for the rounding that a choice would bias
             return spec
         maximum = e4m3_max if e4m3_max_scope in (role, "all") else spec.e4m3_max
         return dataclasses.replace(spec, scaling=scaling, e4m3_max=maximum)
@@ -311,24 +321,41 @@ PRESETS: dict[str, Callable[..., Recipe]] = {
 def mixed(forward: Recipe | str, backward: Recipe | str) -> Recipe:
     """Return the forward GEMM of one recipe with the backward GEMMs of another: what a run's last steps may want.
 
-    Behind a forward in high precision there is nothing to dequantize: such a backward reads x and w themselves. Amaxes
-    are delayed if one of the two delays them, as the backward says if both do. The mean of x is split off if the
-    recipe does so whose GEMM quantizes x here.
+    The backward is from what the forward multiplied if one of the two says so; behind a forward in high precision
+    there is nothing to dequantize, and it reads x and w themselves. Amaxes are delayed if one of the two delays them,
+    as the backward says if both do. The mean of x is split off if the recipe does so whose GEMM quantizes x here.
 
     Raises:
-        ValueError: both GEMMs quantize x and one recipe splits its mean off, the other does not.
+        ValueError: both GEMMs quantize x and one recipe splits its mean off, the other does not; or the forward's
+            recipe has a dequantized backward, which would lack what that of the other takes apart.
     """
     first, rest = resolve(forward), resolve(backward)
     channels = rest.channels if rest.channels is not None and rest.channels.kind == "mxfp8" else None
     if channels is None and first.channels is not None and first.channels.kind == "patch":
         channels = first.channels  # which the forward alone has
-    mode = "original" if first.fprop is None else rest.backward
     mean = _mixed_mean(first, rest)
+    mode = _mixed_backward(first, rest, "channels" if channels else "activation_mean" if mean == "split" else None)
     made = dataclasses.replace(
         rest, fprop=first.fprop, backward=mode, activation_mean=mean, channels=channels, amax=None
     )
     amax = rest.amax or first.amax
     return made if amax is None or delay_problem(made) else dataclasses.replace(made, amax=amax)
+
+
+def _mixed_backward(first: Recipe, rest: Recipe, apart: str | None) -> Any:
+    """Return `backward` of the forward of one recipe with the backward of another; apart: what takes x apart."""
+    if first.fprop is None:
+        return "original"
+    if first.backward == "original":
+        return rest.backward
+    if apart is not None:
+        none = "None" if apart == "channels" else "'kept'"
+        raise ValueError(
+            f"backward='dequantized' in the forward, {apart}={getattr(rest, apart)!r} in the backward: what the "
+            "forward multiplied lacks it; give the forward's recipe backward='original' or the backward's "
+            f"{apart}={none}"
+        )
+    return "dequantized"
 
 
 def _mixed_mean(first: Recipe, rest: Recipe) -> Any:

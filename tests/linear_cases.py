@@ -79,6 +79,8 @@ VARIANTS: dict[str, hb.Recipe] = {
     "requantized_no_tiles": dataclasses.replace(recipes.nvfp4(weight_block=(1, 16)), backward="dequantized"),
     "requantized_tiles": dataclasses.replace(recipes.four_over_six(), backward="dequantized"),
     "requantized_mxfp8": dataclasses.replace(recipes.nvfp4_mxfp8_bwd(), backward="dequantized"),
+    "requantized_row_mxfp8": recipes.nvfp4_mxfp8_bwd(activation_outer="row", backward="dequantized"),
+    "mxfp8_requantized": dataclasses.replace(recipes.mxfp8(element="e5m2"), backward="dequantized"),
     "requantized_half": hb.Recipe(fprop=hb.GemmSpec(b=hb.NVFP4()), wgrad=recipes.nvfp4().wgrad, backward="dequantized"),
     "mean_split_no_rht": recipes.nvfp4(hadamard=None, activation_mean="split"),
     "mean_split_forward": hb.Recipe(fprop=recipes.nvfp4_forward().fprop, activation_mean="split"),

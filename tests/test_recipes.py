@@ -174,6 +174,12 @@ class TestFourOverSix:
         base = hb.recipes.nvfp4_forward(backward="dequantized")
         assert hb.recipes.four_over_six(base=base).backward == "dequantized"
 
+    def test_leaves_corrected_scales_alone(self):
+        base = hb.recipes.quartet2()
+        recipe = hb.recipes.four_over_six(base=base, error="mae")
+        assert changed(recipe, base) == {"fprop x", "fprop w"} and recipe.backward == "dequantized"
+        assert hb.recipes.four_over_six(base=base, error="mse") == base
+
     @pytest.mark.parametrize("field", ["scope", "e4m3_max_scope"])
     def test_unknown_scope(self, field):
         with pytest.raises(ValueError, match=rf"{field}='gradients'.*'weights', 'activations', 'all'"):
@@ -260,6 +266,8 @@ def test_row_scaled_activations_leave_the_weights_alone(outer):
     """A weight with an amax per row could not share one with its siblings."""
     recipe = hb.recipes.nvfp4_forward(activation_outer=outer)
     assert recipe == hb.Recipe(fprop=hb.GemmSpec(a=hb.NVFP4(outer=outer), b=hb.NVFP4(outer="tensor")))
+    eight = hb.recipes.nvfp4_mxfp8_bwd(activation_outer=outer, backward="dequantized")
+    assert eight == dataclasses.replace(hb.recipes.mxfp8(), fprop=recipe.fprop, backward="dequantized")
 
 
 def test_dequantized_backward_is_an_option_of_the_forward_recipe():

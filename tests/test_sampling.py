@@ -9,7 +9,7 @@ import sampling
 TESTS = Path(__file__).parent
 CASES = [f"tests/nn/test_a.py::test_b[{n}]" for n in range(10)]
 OTHERS = ["tests/nn/test_a.py::test_c[1]", "tests/nn/test_a.py::test_b_too[1]"]
-FAMILIES = ("nn/test_a.py::test_b",)
+FAMILIES = {"nn/test_a.py::test_b": None}
 
 
 def test_a_day_keeps_a_fourth_rounded_up_and_all_of_other_tests():
@@ -28,6 +28,16 @@ def test_a_day_draws_alike_in_whatever_order_and_other_days_others():
 @pytest.mark.parametrize("count", [1, 2, 3, 4, 5])
 def test_a_family_is_never_left_out_whole(count):
     assert len(sampling.left_out(CASES[:count], FAMILIES, "2026-11-27")) == count - (count + 3) // 4
+
+
+def test_a_number_is_how_many_a_day_runs(tmp_path):
+    (tmp_path / "list").write_text("# families\nnn/test_a.py::test_b 2\nnn/test_a.py::test_c\n")
+    families = sampling.numbered(tmp_path / "list")
+    assert families == {"nn/test_a.py::test_b": 2, "nn/test_a.py::test_c": None}
+    assert sampling.listed(tmp_path / "list") == set(families)
+    days = [f"2026-11-{day:02d}" for day in range(1, 31)]
+    kept = [set(CASES) - sampling.left_out([*CASES, *OTHERS], families, day) for day in days]
+    assert {len(found) for found in kept} == {2} and set.union(*kept) == set(CASES)
 
 
 LONG = ["a/test_b.py", "a/test_c.py::test_d", "a/test_c.py::test_e", "a/test_f.py", "a/test_g.py"]

@@ -37,6 +37,35 @@ def test_a_mixed_recipe_has_the_forward_of_one_and_the_backward_of_the_other():
     assert recipes.get(describe_recipe(late)) == late
 
 
+def test_a_mixed_recipe_differentiates_what_its_forward_multiplied_where_one_of_its_parts_does():
+    for name in ("rl", "qat", "quartet2"):
+        forward = recipes.get(name)
+        wanted = dataclasses.replace(recipes.mxfp8(), fprop=forward.fprop, backward="dequantized")
+        assert recipes.get(f"{name}/mxfp8") == wanted and recipes.get(f"{name}/{name}") == forward
+        without = dataclasses.replace(forward, backward="original")
+        assert recipes.mixed(without, "mxfp8") == dataclasses.replace(wanted, backward="original")
+        assert recipes.mixed("nvfp4", forward).backward == "dequantized"
+        assert recipes.get(f"bf16/{name}").backward == "original"
+        for recipe in (wanted, dataclasses.replace(wanted, backward="original"), recipes.mixed("nvfp4", forward)):
+            assert recipes.read_recipe(describe_recipe(recipe)) == recipe, "a name says which of the two"
+    assert recipes.get("rl/mxfp8") == recipes.rl(gradients="mxfp8") and recipes.get("rl/bf16") == recipes.rl()
+    assert describe_recipe(recipes.rl(gradients="mxfp8")) == "rl/nvfp4_mxfp8_bwd"
+
+
+@pytest.mark.parametrize("apart", ["outlier_channels", "nvfp4_split"])
+def test_a_dequantized_forward_refuses_a_backward_that_takes_x_apart(apart):
+    """By the names of both: which of the two has it is not seen in what they make."""
+    split = recipes.nvfp4(activation_mean="split")
+    rest, words = (
+        (split, "activation_mean='split'") if apart == "nvfp4_split" else (recipes.outlier_channels(), "channels")
+    )
+    for forward in (recipes.qat(activations="none"), *([] if rest is split else ["qat"])):
+        with pytest.raises(ValueError, match=rf"^backward='dequantized' in the forward, {words}.*or the backward's"):
+            recipes.mixed(forward, rest)
+    original = dataclasses.replace(recipes.qat(activations="none"), backward="original")
+    assert recipes.mixed(original, rest) == dataclasses.replace(rest, fprop=original.fprop)
+
+
 def test_a_mixed_recipe_splits_the_mean_of_x_where_its_parts_do():
     split = recipes.nvfp4(activation_mean="split")
     forward = recipes.mixed(split, "bf16")

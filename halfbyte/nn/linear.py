@@ -483,17 +483,8 @@ def describe_recipe(recipe: Recipe) -> str:
     for name, preset in presets.items():
         if preset == recipe:
             return name
-    forward = (name for name, preset in presets.items() if preset.fprop == recipe.fprop)
-    backward = (name for name, preset in presets.items() if _has_backward(recipe, preset))
-    try:
-        return f"{next(forward)}/{next(backward)}"
-    except StopIteration:
-        return recipe.key
-
-
-def _has_backward(recipe: Recipe, preset: Recipe) -> bool:
-    """Whether `recipes.mixed` of the recipe's forward and the preset is the recipe."""
-    backward = "original" if recipe.fprop is None else preset.backward
-    found = preset.dgrad, preset.wgrad, backward, preset.activation_mean, preset.channels, preset.amax
-    wanted = recipe.dgrad, recipe.wgrad, recipe.backward, recipe.activation_mean, recipe.channels, recipe.amax
-    return found == wanted
+    forward = [name for name, preset in presets.items() if preset.fprop == recipe.fprop]
+    gemms = recipe.dgrad, recipe.wgrad
+    backward = [name for name, preset in presets.items() if (preset.dgrad, preset.wgrad) == gemms]
+    pairs = (f"{first}/{rest}" for first in forward for rest in backward)
+    return next((pair for pair in pairs if recipes.get(pair) == recipe), recipe.key)

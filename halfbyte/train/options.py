@@ -20,7 +20,13 @@ from halfbyte.values import split_outside
 
 MORE: dict[str, Callable[..., Recipe]] = {
     function.__name__: function
-    for function in (recipes.row_scaled, recipes.outlier_channels, recipes.hot_channels, recipes.weight_only)
+    for function in (
+        recipes.row_scaled,
+        recipes.outlier_channels,
+        recipes.hot_channels,
+        recipes.delayed_amax,
+        recipes.weight_only,
+    )
 }
 """Functions that are no presets, since they change another recipe."""
 FUNCTIONS = recipes.PRESETS | MORE
@@ -82,14 +88,21 @@ OPTIONS: dict[str, Option] = {
     "candidates": Option("candidates", "0.875:1:1.25:1.5", lambda text: tuple(map(float, text.split(":")))),
     "e4m3_max": Option("e4m3_max", "a number", float),
     "share": Option("share", "a number", float),
+    "every": Option("every", "a number of steps", int),
+    "margin": Option("margin", "a number", float),
     "batch_invariant": Option("batch_invariant", "on, off", _switch),
     "gradients": Option("gradients", "a recipe, none", _recipe_or_none),
     "base": Option("base", "a recipe", _recipe),
 }
 """By parameter; others take their value as it is written."""
 
-AMAX = Option("amax", "current, delayed, delayed:16 (measured in one step of 16), delayed:16:1.5 (a margin)", _amax)
-"""An option of all of them."""
+FIELDS: dict[str, Option] = {
+    "amax": Option(
+        "amax", "current, delayed, delayed:16 (measured in one step of 16), delayed:16:1.5 (a margin)", _amax
+    ),
+    "backward": Option("backward", "original, dequantized", str),
+}
+"""Fields of a recipe that are options of every word."""
 
 
 @lru_cache(maxsize=1024)
@@ -112,10 +125,10 @@ def read(text: str) -> Recipe:
     chosen = dict(pairs)
     if len(chosen) < len(pairs):
         raise ValueError(f"recipe={text!r}: it gives one option twice; keep one of them")
-    amax = chosen.pop(AMAX.short, None)
+    fields = {field: chosen.pop(field) for field in FIELDS if field in chosen}
     recipe = FUNCTIONS[name](**chosen)
     try:
-        return recipe if amax is None else replace(recipe, amax=amax)
+        return replace(recipe, **fields)
     except ValueError as error:
         raise ValueError(f"recipe={text!r}: {error}") from error
 
@@ -141,10 +154,11 @@ def _option(text: str, name: str, given: str) -> tuple[str, Any]:
     parameters = inspect.signature(FUNCTIONS[name]).parameters
     shorts = {OPTIONS[parameter].short: parameter for parameter in parameters if parameter in OPTIONS}
     parameter = shorts.get(word, word)
-    if parameter not in parameters and parameter != AMAX.short:
-        known = ", ".join([OPTIONS[one].short if one in OPTIONS else one for one in parameters] + [AMAX.short])
+    if parameter not in parameters and parameter not in FIELDS:
+        own = [OPTIONS[one].short if one in OPTIONS else one for one in parameters]
+        known = ", ".join(dict.fromkeys([*own, *FIELDS]))
         raise ValueError(f"recipe={text!r}: {name} has no option {word!r}; it has {known}")
-    option = AMAX if word == AMAX.short else OPTIONS.get(parameter, Option(parameter, "", str))
+    option = FIELDS.get(word) or OPTIONS.get(parameter, Option(parameter, "", str))
     try:
         return parameter, option.read(value)
     except (KeyError, ValueError) as error:

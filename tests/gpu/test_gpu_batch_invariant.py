@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from causal_checks import check_causal
 
 import halfbyte as hb
 from halfbyte import ops
@@ -100,3 +101,14 @@ def test_row_bytes_do_not_depend_on_the_batch():
             part = ops.quantize(x[start : start + size], Side(spec))
             for got, want in zip(part, whole, strict=True):
                 assert torch.equal(bits(got), bits(want[start : start + size]))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    "recipe, causal",
+    [(RL, True), (hb.recipes.rl(batch_invariant=False), True), (hb.recipes.nvfp4(), False)],
+    ids=["rl", "free_order", "nvfp4"],
+)
+def test_logits_of_earlier_tokens_do_not_move(recipe, causal, dtype):
+    """In forwards of equal shape any order of summation will do; with an amax for all tokens they move."""
+    check_causal(recipe, causal, "cuda", dtype)

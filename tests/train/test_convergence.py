@@ -1,7 +1,8 @@
 """Every 4-bit recipe learns as bf16 does, and the control does not: a measure that could not fail would show nothing.
 
 One block in four bits throughout (`@all`) learns a Markov chain of 32 letters, whose entropy it nearly reaches. Over
-three seeds the recipes ended 0.2 to 1.4 % above bf16 and the control 15 to 18 %.
+three seeds the recipes ended 0.2 to 1.4 % above bf16 and the control 15 to 18 %; those with
+options, and quartet2, rl and qat, over one 0.1 % below to 0.9 % above.
 """
 
 import math
@@ -35,8 +36,19 @@ def chain(length: int) -> str:
     return "".join(letters)
 
 
-LATER = ("quartet2", "rl", "qat")
-"""Presets that `make test-full` trains."""
+OPTIONS = (
+    "nvfp4(amax=delayed)",
+    "nvfp4(mean=split)",
+    "nvfp4(headroom=on)",
+    "nvfp4(saved=stochastic)",
+    "row_scaled",
+    "outlier_channels",
+    "hot_channels",
+    "four_over_six(scope=weights,candidates=0.875:1:1.25:1.5)",
+    "rl(gradients=mxfp8)",
+    "nvfp4_mxfp8_bwd(outer=row,backward=dequantized)",
+)
+"""What presets train with as well, in one word."""
 
 
 def four_bits() -> list[str]:
@@ -78,21 +90,9 @@ def gap(final_loss, name: str) -> float:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "name",
-    [
-        pytest.param(name, marks=pytest.mark.full if name in LATER else ())
-        for name in four_bits()
-        if not treatment.treatment_of(name).is_control
-    ],
-)
+@pytest.mark.parametrize("name", [n for n in (*four_bits(), *OPTIONS) if not treatment.treatment_of(n).is_control])
 def test_a_four_bit_recipe_stays_within_two_percent_of_bf16(final_loss, name):
     assert abs(gap(final_loss, f"{name}@all")) < BAR
-
-
-@pytest.mark.slow
-def test_amaxes_of_the_step_before_lose_no_more(final_loss):
-    assert abs(gap(final_loss, "nvfp4(amax=delayed)@all")) < BAR
 
 
 @pytest.mark.slow
@@ -110,5 +110,12 @@ def test_what_is_learned_is_the_chain(final_loss):
 
 
 def test_the_recipes_are_those_of_the_documentation():
-    assert set(four_bits()) >= {"nvfp4", "nvfp4_mxfp8_bwd", "four_over_six", "nvfp4_forward", "naive_fp4", *LATER}
+    usual = {"nvfp4", "nvfp4_mxfp8_bwd", "four_over_six", "nvfp4_forward", "naive_fp4"}
+    assert set(four_bits()) == {*usual, "quartet2", "rl", "qat"}
     assert "bf16" not in four_bits() and "mxfp8" not in four_bits()
+
+
+def test_options_that_train_are_other_recipes():
+    """One that says nothing, or a default, would train a preset again."""
+    built = [treatment.treatment_of(name).recipe for name in (*four_bits(), *OPTIONS)]
+    assert len(set(built)) == len(built)

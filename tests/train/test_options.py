@@ -16,6 +16,10 @@ from halfbyte.train.treatment import applied, schedules_of, treatment_of
 
 NVFP4 = recipes.nvfp4
 WEIGHTS = recipes.four_over_six(scope="weights")
+ROW_MXFP8 = dataclasses.replace(
+    recipes.mxfp8(), fprop=hb.GemmSpec(a=hb.NVFP4(outer="row"), b=hb.NVFP4()), backward="dequantized"
+)
+"""Tokens of their own amax forward, 8 bits of what the forward multiplied backward."""
 
 
 @pytest.mark.parametrize(
@@ -49,11 +53,26 @@ WEIGHTS = recipes.four_over_six(scope="weights")
         ("four_over_six(amax=delayed:16,scope=weights)", recipes.delayed_amax(every=16, base=WEIGHTS)),
         ("nvfp4(amax=delayed:16:1.5)", recipes.delayed_amax(every=16, margin=1.5)),
         ("mxfp8(amax=current)", recipes.mxfp8()),
+        ("delayed_amax(every=16,margin=1.5,base=four_over_six)", "four_over_six(amax=delayed:16:1.5)"),
+        ("delayed_amax", "nvfp4(amax=delayed)"),
+        ("four_over_six(base=quartet2)", "four_over_six(base=quartet2(backward=dequantized))"),
+        *(
+            (f"{name}(backward=dequantized)", dataclasses.replace(recipes.get(name), backward="dequantized"))
+            for name in ("nvfp4", "nvfp4_mxfp8_bwd", "four_over_six", "mxfp8")
+        ),
+        ("quartet2(backward=original)", recipes.quartet2(backward="original")),
+        (
+            "row_scaled(scope=activations,backward=dequantized)",
+            dataclasses.replace(recipes.row_scaled(scope="activations"), backward="dequantized"),
+        ),
+        ("nvfp4_mxfp8_bwd(outer=row,backward=dequantized)", ROW_MXFP8),
+        ("nvfp4_forward(outer=row,backward=dequantized)/mxfp8", ROW_MXFP8),
+        ("qat(activations=per-token)/nvfp4_mxfp8_bwd", ROW_MXFP8),
         ("bf16/nvfp4(rht=none)", recipes.mixed("bf16", NVFP4(hadamard=None))),
     ],
 )
 def test_a_word_is_its_call(text, recipe):
-    assert options.read(text) == recipe
+    assert options.read(text) == (options.read(recipe) if isinstance(recipe, str) else recipe)
 
 
 @pytest.mark.parametrize(
@@ -62,7 +81,16 @@ def test_a_word_is_its_call(text, recipe):
         ("fp4", "is not a preset; use one of bf16, .*row_scaled"),
         ("nvfp4(rht=3)", "rht='3'; write none, 16, 64"),
         ("nvfp4(tile=1x16)", "no option 'tile'; it has sr, rht, tiles"),
-        ("bf16(sr=on)", "no option 'sr'; it has amax"),
+        ("bf16(sr=on)", "no option 'sr'; it has amax, backward$"),
+        ("quartet2(sr=on)", "no option 'sr'; it has rht, backward, amax$"),
+        ("bf16(backward=dequantized)", r"recipe='bf16\(backward=dequantized\)': backward=.*nothing is dequantized"),
+        ("nvfp4(backward=quantized)", r"backward='quantized': use one of 'original', 'dequantized'"),
+        ("nvfp4(mean=split,backward=dequantized)", "a dequantized backward would lack the mean; use 'kept'"),
+        ("hot_channels(backward=dequantized)", "would lack these channels; use None"),
+        ("qat/outlier_channels", "backward='dequantized' in the forward, channels=.*backward='original' or .*=None"),
+        ("qat(activations=none)/nvfp4(mean=split)", "activation_mean='split' in the backward.*backward='original' or"),
+        ("delayed_amax(every=often)", "every='often'; write a number of steps"),
+        ("delayed_amax(margin=0.5)", "margin=0.5: give a factor"),
         ("nvfp4(amax=earlier)", "amax='earlier'; write current, delayed, delayed:16"),
         ("nvfp4(amax=delayed:0)", "amax='delayed:0'; write"),
         ("nvfp4(amax=delayed:1:2:3)", "amax='delayed:1:2:3'; write"),
