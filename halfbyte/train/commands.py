@@ -84,7 +84,7 @@ def _command(
     """Run a command on this rank, and end it with one line, of one rank, whatever ends it."""
     with joined(launch.launched()) as ranks:
         try:
-            options, why = _parse(kind, arguments, out)
+            options, why = _parse(kind, arguments, out, ranks.size)
             if why and ranks.is_first:
                 ranks.say(why)
             ranks.compare(_asked(options), configs.differences)
@@ -256,10 +256,11 @@ def config_of_options(
     return _read(Train, words, Train(config=replace(preset, run=replace(preset.run, out=out)))).config
 
 
-def _parse(kind: type[Options], arguments: list[str], out: Path) -> tuple[Options, str]:
+def _parse(kind: type[Options], arguments: list[str], out: Path, ranks: int) -> tuple[Options, str]:
     """Read the options of one command, and say which preset was chosen where none is named.
 
-    `--preset` and `--model` are looked up first, because they set the defaults of the others.
+    `--preset` and `--model` are looked up first, because they set the defaults of the others. Of options that cannot be
+    used, a mesh that the ranks do not fill is the first to be said: what it asks of a batch is beside the point.
     """
     name, why = _peeked(kind, arguments, "preset"), ""
     if name in (None, auto.PRESET):
@@ -267,13 +268,19 @@ def _parse(kind: type[Options], arguments: list[str], out: Path) -> tuple[Option
     else:
         preset = configs.training_preset(name)
     preset = replace(preset, run=replace(preset.run, out=out))
-    return _read(kind, _with_values(arguments), kind(config=preset)), why
+    try:
+        return _read(kind, _with_values(arguments), kind(config=preset)), why
+    except ValueError:
+        numbers = {name: _peeked(kind, arguments, name) for name in ("dp_shard", "dp_replicate", "tp", "ep")}
+        asked = {name: int(number) for name, number in numbers.items() if number and number.isdecimal()}
+        configs.MeshConfig(**asked).over(ranks)
+        raise
 
 
 def _peeked(kind: type[Options], arguments: Sequence[str], option: str) -> str | None:
     """Return the value that arguments give to an option, None for none."""
     peek = ArgumentParser(prog=_prog(kind), add_help=False, allow_abbrev=False)
-    peek.add_argument(f"--{option}")
+    peek.add_argument(f"--{option.replace('_', '-')}", f"--{option}")
     return getattr(peek.parse_known_args(arguments)[0], option)
 
 

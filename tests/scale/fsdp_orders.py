@@ -8,6 +8,7 @@ raises, so may the other.
 from __future__ import annotations
 
 import copy
+import os
 import random
 import shutil
 import tempfile
@@ -17,6 +18,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from accelerate import Accelerator, FullyShardedDataParallelPlugin
+from accelerate.state import AcceleratorState, PartialState
+from accelerate.utils import DistributedType
 from fsdp_checks import BF16, NOTHING_KEPT, locals_of, same, two_layers
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
@@ -37,6 +41,7 @@ class Run:
         self.model: nn.Module = nn.Sequential(two_layers(37, 83, 40), nn.ReLU(), two_layers(3, 18, 37))
         self.state: hb.RunState | None = None
         self.gather: Any = None
+        self.prepared: Any = None
         self.saved: dict[str, torch.Tensor] = {}
         self.trained: list = []
         torch.manual_seed(0)
@@ -65,6 +70,34 @@ def wrap(run: Run) -> None:
     for part in (run.model[0], run.model[2]):
         fully_shard(part, **options)
     fully_shard(run.model, **options)
+
+
+def prepared(run: Run, is_efficient: bool = False) -> None:
+    """accelerate's prepare(): it wraps both halves and the whole, or takes what is wrapped; its optimizer steps."""
+    if is_efficient and not run.is_wrapped() and any(param.is_meta for param in run.model.parameters()):
+        raise RuntimeError("the first rank has nothing to send, and accelerate's others would wait for it")
+    here = {"RANK": dist.get_rank(), "LOCAL_RANK": dist.get_rank(), "WORLD_SIZE": run.mesh.size()}
+    os.environ.update({name: str(value) for name, value in (here | {"LOCAL_WORLD_SIZE": run.mesh.size()}).items()})
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT="29997", ACCELERATE_USE_CPU="true")
+    plugin = FullyShardedDataParallelPlugin(
+        fsdp_version=2,
+        auto_wrap_policy="size_based_wrap",
+        min_num_params=700,  # the halves, and the layers of the first
+        reshard_after_forward=run.reshard,
+        mixed_precision_policy=run.policy,
+        cpu_offload=CPUOffloadPolicy(pin_memory=False) if run.offloads else False,
+        cpu_ram_efficient_loading=is_efficient,
+    )
+    # accelerate shards on GPUs alone, so it is told that these ranks are of that kind.
+    AcceleratorState._reset_state(reset_partial_state=True)
+    PartialState(cpu=True)._shared_state["distributed_type"] = DistributedType.MULTI_GPU
+    optimizer = torch.optim.AdamW(run.model.parameters(), lr=1e-2)
+    run.model, run.prepared = Accelerator(cpu=True, fsdp_plugin=plugin).prepare(run.model, optimizer)
+
+
+def prepared_on_meta(run: Run) -> None:
+    """The same by way of the meta device: the first rank sends the others their shards."""
+    prepared(run, is_efficient=True)
 
 
 def gather(run: Run) -> None:
@@ -220,8 +253,11 @@ def dtype_of(run: Run) -> torch.dtype:
 
 
 def train(run: Run) -> None:
-    """A step, by an optimizer made for it."""
-    optimizer = torch.optim.AdamW(run.model.parameters(), lr=1e-2, fused=len(run.trained) % 2 == 0)
+    """A step, by an optimizer made for it, or by accelerate's as long as it has the parameters."""
+    params = list(run.model.parameters())
+    optimizer = run.prepared
+    if optimizer is None or {*map(id, params)} != {id(p) for group in optimizer.param_groups for p in group["params"]}:
+        optimizer = torch.optim.AdamW(params, lr=1e-2, fused=len(run.trained) % 2 == 0)
     generator = torch.Generator().manual_seed(10 * len(run.trained) + dist.get_rank())
     x = torch.randn(SHAPE, generator=generator).to(dtype_of(run))
     loss = run.model(x).float().square().mean()
@@ -241,8 +277,9 @@ BEFORE: tuple[Op, ...] = (
 )
 AFTER: tuple[Op, ...] = (
     *(to_cpu, to_float, to_bf16, round_trip, apply_clone, data_clone, deepcopied, load, load_assign, load_dcp),
-    *(written, evaluate, unshard, reshard, train, meta),
+    *(written, evaluate, unshard, reshard, train, meta, prepared),
 )
+WRAPS: tuple[Op, ...] = (wrap, wrap, wrap, prepared, prepared_on_meta)
 SELDOM: tuple[Op, ...] = (offload, integer, deepcopied)
 
 
@@ -253,7 +290,7 @@ def order_of(seed: int) -> list[Op]:
     before = [*rng.sample(BEFORE, rng.randint(0, 3)), *[op for op in seldom if op is not deepcopied], convert]
     rng.shuffle(before)
     between = [op for op in rng.sample(AFTER, rng.randint(0, 2)) if op not in (train, evaluate)]
-    ops = [*before, wrap, *between, gather]
+    ops = [*before, rng.choice(WRAPS), *between, gather]
     if rng.random() < 0.1:  # in no order that is promised
         rng.shuffle(ops)
     seldom += [compiled] if rng.random() < 0.1 else []

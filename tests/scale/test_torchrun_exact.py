@@ -47,6 +47,23 @@ def test_equal_batches_train_as_one_process(folder, world):
                 assert all(end[index] == alone for end in ends), name
 
 
+@pytest.mark.parametrize("world", [2, pytest.param(4, marks=pytest.mark.full)])
+def test_equal_batches_with_the_bits_of_the_first_rank_train_as_one_process(folder, world):
+    """Stochastic rounding is that of the place: nvfp4's gradients are equal too if all ranks stand in one."""
+    equal = {**UNCLIPPED, "steps": 4}
+    many = [
+        checks.tiny(folder, "equal", f"place-{name}{world}", mesh=mesh, batch=2 * world, **equal)
+        for name, mesh in MESHES[world].items()
+    ]
+    many.append(as_codes(many[1]))
+    one = checks.tiny(folder, "equal", f"place-one{world}", batch=2, **equal)
+    (alone,) = checks.train_all(0, 1, [(one, "nvfp4@all")])
+    ends = ranks.run(world, checks.train_all_as_first, [(config, "nvfp4@all") for config in many])
+    for index, config in enumerate(many):
+        assert checks.lines(config) == checks.lines(one), config.run.out.name
+        assert all(end[index] == alone for end in ends), config.run.out.name
+
+
 def test_ranks_measure_the_noise_of_the_gradient_that_all_of_them_make(folder):
     """In bf16 it is that gradient's norm, and no noise: as of one process, whose batch the ranks share."""
     of_all = {"recipe_schedule": "auto:nvfp4", "eval_every": 1}

@@ -101,6 +101,35 @@ def train_all(rank: int, world: int, runs: list[tuple[configs.TrainConfig, str]]
     return ends
 
 
+def train_all_as_first(rank: int, world: int, runs: list[tuple[configs.TrainConfig, str]]) -> list[dict[str, bytes]]:
+    """Train every run with the random bits of rank 0 on every rank; return the bytes of what each ends with."""
+    ends = []
+    for config, recipe in runs:
+        trainer = loop.Trainer(config, recipe, load(config), ranks=world_of(rank, world))
+        assert trainer.run_state.rank == rank, "its own, until the test says otherwise"
+        trainer.run_state.set_rank(0)
+        trainer.train()
+        ends.append(as_bytes(state_of(trainer)))
+    return ends
+
+
+def begun_and_trained(rank: int, world: int, runs: list[tuple[configs.TrainConfig, str]]) -> list[tuple]:
+    """Train every run; return the bytes of the weights that each began with, and of those it left."""
+    ends = []
+    for config, recipe in runs:
+        trainer = loop.Trainer(config, recipe, load(config), ranks=world_of(rank, world))
+        begun = weights_of(trainer)
+        trainer.train()
+        ends.append((begun, weights_of(trainer)))
+    return ends
+
+
+def weights_of(trainer: loop.Trainer) -> dict[str, bytes]:
+    """Return the bytes of weights, whole."""
+    model = trainer.parallel.state(trainer.model, trainer.optimizer)["model"]
+    return as_bytes({name: parallel.whole(tensor).clone() for name, tensor in model.items()})
+
+
 def until(rank: int, world: int, config: configs.TrainConfig, recipe: str, steps: int) -> tuple:
     """Build a run, which resumes, and train until so many steps are done and saved.
 

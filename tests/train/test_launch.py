@@ -157,3 +157,20 @@ def test_shards_without_a_launcher_are_refused_in_one_line(folder, capsys):
     error = capsys.readouterr().err
     assert "dp_shard=2: the mesh has 2 ranks, and 1 runs; start torchrun --nproc-per-node 2" in error
     assert error.count("\n") == 1 and not (folder / "run").exists()
+
+
+@pytest.mark.parametrize(
+    "options, said",
+    [
+        (["--dp-replicate", "3"], "dp_shard=1, dp_replicate=3: the mesh has 3 ranks, and 1 runs; start torchrun"),
+        (["--dp_shard=2", "--dp-replicate=3"], "dp_shard=2, dp_replicate=3: the mesh has 6 ranks, and 1 runs; start"),
+        (["--dp-shard", "3", "--graph", "on"], "dp_shard=3: the mesh has 3 ranks, and 1 runs; start torchrun"),
+        (["--batch", "0", "--tp", "1"], "batch=0: give a number above 0"),
+    ],
+)
+def test_a_mesh_that_ranks_do_not_fill_is_said_before_what_it_asks_of_a_batch(folder, capsys, options, said):
+    command = ["train", "--preset", "tiny", "--corpus", str(folder / "corpus"), "--out", str(folder / "unfilled")]
+    assert cli.main([*command, "--batch", "4", *options]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith(f"halfbyte train: {said}") and error.count("\n") == 1
+    assert not (folder / "unfilled").exists()
