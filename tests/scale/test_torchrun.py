@@ -186,6 +186,8 @@ def test_codes_that_a_recipe_leaves_no_room_for_are_said_once(folder, more, said
 
 
 SAVED = ["--checkpoint-every", "3", "--eval-every", "6", "--dp-shard", "2"]
+TRAVEL = {"plain": [], "nvfp4": ["--weights", "nvfp4"]}
+"""How weights travel: the runs that no fault meets are plain, since no bit differs."""
 
 
 def faulty(
@@ -208,7 +210,10 @@ def saved_steps(run: Path) -> list[int]:
 
 
 def test_every_fault_leaves_the_last_checkpoint_and_the_rest_is_as_undisturbed(folder):
-    """One run meets them all, one after the other, and ends with the bits of one that met none."""
+    """One run meets them all, one after the other, and ends with the bits of one that met none.
+
+    Also where weights travel as codes: killed in their gather, and gone on with, from what a plain run saved.
+    """
     run = folder / "faults"
     killed = faulty(folder, "faults", "forward", 1, 5, is_forked=False)
     assert saved_steps(run) == [3] and "SIGKILL" in killed.stderr
@@ -220,6 +225,8 @@ def test_every_fault_leaves_the_last_checkpoint_and_the_rest_is_as_undisturbed(f
     assert saved_steps(run) == [3]
     faulty(folder, "faults", "gather", 1, 5)
     assert saved_steps(run) == [3]
+    in_codes = faulty(folder, "faults", "gather", 1, 5, *TRAVEL["nvfp4"])
+    assert saved_steps(run) == [3] and "SIGKILL" in in_codes.stderr
     full = faulty(folder, "faults", "disk", 1, 6)
     target = run / "checkpoints" / "step-00000006"
     expected = (
@@ -229,9 +236,11 @@ def test_every_fault_leaves_the_last_checkpoint_and_the_rest_is_as_undisturbed(f
     assert saved_steps(run) == [3] and not list((run / "checkpoints").glob(".step-*"))
     faulty(folder, "faults", "save", 1, 6)
     assert saved_steps(run) == [3]
-    done = torchrun("-m", "halfbyte", "train", *options(folder, "faults", *SAVED, "--recipe", "nvfp4"))
+    goes_on = options(folder, "faults", *SAVED, "--recipe", "nvfp4", *TRAVEL["nvfp4"])
+    done = torchrun("-m", "halfbyte", "train", *goes_on)
     assert done.returncode == 0, done.stderr
     assert saved_steps(run) == [9, 12] and not list((run / "checkpoints").glob(".*"))
+    assert "gathered as" in (run / "layers.txt").read_text()
 
     config = checks.tiny(str(folder), "mixed", "undisturbed", mesh=(1, 2), checkpoint_every=3)
     config = checks.replace(config, eval_every=6)
@@ -273,17 +282,20 @@ def test_a_save_behind_the_steps_is_whole_or_absent_and_changes_no_bit(folder):
 
 
 @pytest.mark.full
+@pytest.mark.parametrize("travel", TRAVEL)
 @pytest.mark.parametrize(
     ("place", "rank"),
     [*product(("forward", "backward", "gather", "save"), (0, 1)), ("publish", 0)],  # the first rank renames the folder
 )
-def test_each_kill_of_each_rank_three_times(folder, place, rank):
+def test_each_kill_of_each_rank_three_times(folder, place, rank, travel):
     """And what goes on in between, to the step that met it, has the bits of the run that met none."""
-    out = f"{place}{rank}"
+    out, codes = f"{place}{rank}-{travel}", TRAVEL[travel]
     for step in (3, 6, 9):
-        faulty(folder, out, place, rank, step)
+        killed = faulty(folder, out, place, rank, step, *codes)
+        travelled = "gathered as" in (folder / out / "layers.txt").read_text()
+        assert "SIGKILL" in killed.stderr and travelled is (travel == "nvfp4")
         assert saved_steps(folder / out)[-1:] == ([step - 3] if step > 3 else [])
-        stopped = faulty(folder, out, "signal", 1, step)
+        stopped = faulty(folder, out, "signal", 1, step, *codes)
         assert saved_steps(folder / out)[-1] == step, stopped.stderr
     config = checks.tiny(str(folder), "mixed", f"{out}-undisturbed", mesh=(1, 2), checkpoint_every=3)
     ranks.run(2, checks.train_all, [(checks.replace(config, eval_every=6), "nvfp4")])
