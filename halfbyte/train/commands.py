@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from itertools import zip_longest
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import tyro
 
@@ -272,7 +272,7 @@ def _parse(kind: type[Options], arguments: list[str], out: Path, ranks: int) -> 
         return _read(kind, _with_values(arguments), kind(config=preset)), why
     except ValueError:
         numbers = {name: _peeked(kind, arguments, name) for name in ("dp_shard", "dp_replicate", "tp", "ep")}
-        asked = {name: int(number) for name, number in numbers.items() if number and number.isdecimal()}
+        asked: dict[str, Any] = {name: int(number) for name, number in numbers.items() if number and number.isdecimal()}
         configs.MeshConfig(**asked).over(ranks)
         raise
 
