@@ -22,6 +22,7 @@ OURS = (
     "contiguous: build and wrap the model anew",
     "and FSDP2 has gathered it as",
     "its weight was to arrive as NVFP4 codes and arrived as",
+    "would change a QuantTensor in place",  # a whole weight that FSDP2 would forget
 )
 """What is refused where FSDP2 alone would train."""
 THEIRS = ("attempting to assign a gradient with dtype",)
@@ -42,7 +43,7 @@ def is_reason(ours: tuple[int, str], theirs: tuple[int, str] | None) -> bool:
     _, text = ours
     if any(word in text for word in LOST):
         return False
-    is_ours = text.startswith("ValueError") and any(reason in text for reason in OURS)
+    is_ours = text.startswith(("ValueError", "TypeError")) and any(reason in text for reason in OURS)
     is_theirs = any(reason in text for reason in THEIRS) and theirs is not None
     return is_ours or text.startswith(COPIES) or is_theirs or ours == theirs
 
