@@ -256,7 +256,7 @@ def config_of_options(
     return _read(Train, words, Train(config=replace(preset, run=replace(preset.run, out=out)))).config
 
 
-def _parse(kind: type[Options], arguments: list[str], out: Path, ranks: int) -> tuple[Options, str]:
+def _parse(kind: type[Options], arguments: list[str], out: Path, ranks: int = 1) -> tuple[Options, str]:
     """Read the options of one command, and say which preset was chosen where none is named.
 
     `--preset` and `--model` are looked up first, because they set the defaults of the others. Of options that cannot be
@@ -280,7 +280,7 @@ def _parse(kind: type[Options], arguments: list[str], out: Path, ranks: int) -> 
 def _peeked(kind: type[Options], arguments: Sequence[str], option: str) -> str | None:
     """Return the value that arguments give to an option, None for none."""
     peek = ArgumentParser(prog=_prog(kind), add_help=False, allow_abbrev=False)
-    peek.add_argument(f"--{option.replace('_', '-')}", f"--{option}")
+    peek.add_argument(*dict.fromkeys((f"--{option.replace('_', '-')}", f"--{option}")))
     return getattr(peek.parse_known_args(arguments)[0], option)
 
 

@@ -2,8 +2,8 @@
 
 import pytest
 import torch
+from held_checks import hold_to_reference, near
 from repeating import anew
-from step_checks import hold_to_reference, near
 
 import halfbyte as hb
 from halfbyte.functional import channels

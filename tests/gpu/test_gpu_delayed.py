@@ -3,8 +3,8 @@
 import pytest
 import torch
 from grouped_cases import ends
+from held_checks import hold_to_reference, near
 from repeating import anew
-from step_checks import hold_to_reference, near
 
 import halfbyte as hb
 from halfbyte.train.graphs import GraphedStep
