@@ -36,9 +36,9 @@ def load_flipped(
 
 @jit(do_not_specialize=("sign_stream", "groups", "side_tiles"))
 def grouped_wide_amax_kernel(
-    x_ptr, out_ptr, sign_ptr, table_ptr, tile_group_ptr, groups, cols, stride_r, stride_c, sign_stream, side_tiles,
-    RULE: tl.constexpr, COLUMNS: tl.constexpr, PACKED: tl.constexpr, TILE_ROWS: tl.constexpr, T: tl.constexpr,
-    OVERLAP: tl.constexpr,
+    x_ptr, out_ptr, sign_ptr, table_ptr, tile_group_ptr, groups, cols, stride_r, stride_c, sign_stream,
+    side_tiles, RULE: tl.constexpr, COLUMNS: tl.constexpr, PACKED: tl.constexpr, TILE_ROWS: tl.constexpr,
+    T: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """amax of T rotated groups, or halves, of one group of tokens or one expert, or of their rows; out zero before.
 
