@@ -29,10 +29,8 @@ OLDER := $(VENV)/transformers-5.17
 PEERS := $(VENV)/peers
 NEXT := $(VENV)/torch-2.15
 NEXT_TESTS := $(addprefix tests/scale/test_,fsdp.py fsdp_matrix.py embedding.py head.py)
-# All but the groups of cases and the 200 steps, which take minutes: two cores run them in one. Of the table of what the gather goes with, the
-# rows that are not of a kind of weight.
-NEXT_ROWS := HSDP or offload or meta or compile or accumulation or among or checkpointing or cache_weights or CUDA or fused or GroupedLinear
-NEXT_SAMPLE := "(arrives or travels or nan or trace or launches or backward or differ or embedding) and not test_row or test_row and ($(NEXT_ROWS))"
+# All but the groups of cases and the 200 steps, which take minutes: two cores run them in one.
+NEXT_SAMPLE := "(arrives or travels or nan or trace or launches or backward or differ or embedding) and not test_row"
 NEWEST_TRITON := $(VENV)/triton-3.9
 APART := --quiet --disable-pip-version-check --no-deps --upgrade
 INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
