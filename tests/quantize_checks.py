@@ -8,12 +8,15 @@ import golden_vectors as golden
 import kernel_checks as checks
 import pytest
 import torch
+import triton
+import triton.language as tl
 from torch import Tensor
 
 import halfbyte as hb
 from halfbyte import layout, reference
 from halfbyte.kernels import backend
 from halfbyte.kernels.amax import plain, route
+from halfbyte.kernels.device import scales
 from halfbyte.kernels.quantize import both_route, lines
 from halfbyte.kernels.quantize.route import ONE, OneSide
 from halfbyte.kernels.route import choose_from
@@ -192,6 +195,39 @@ def check_rotated_amax(x: Tensor, col: hb.NVFP4, hardware: int, monkeypatch: pyt
     ours = plain.row_col_amax(x, hb.NVFP4(), col, sign_draw)
     checks.same(ours[0], reference.finite_amax(x))
     checks.same(ours[1], reference.quantize(x.T, col, sign_draw=sign_draw).amax)
+
+
+ROTATED_LINES = [
+    hb.NVFP4(rotation=hb.Hadamard(size=size, signs=signs))
+    for size in (16, 32, 64, 128)
+    for signs in ("fresh", "fixed", "-+++" * (size // 8) + "+" * (size // 2))
+]
+
+
+def check_rotated_rows(x: Tensor, spec: hb.NVFP4) -> None:
+    """The maximum of rows read in words is that of the values which the reference rotates."""
+    sign_draw = draws(x.device)["sign_draw"]
+    assert route.choose_amax(route.AmaxOfOne(x, spec)).kernel == "amax_rotated_rows_kernel"
+    ours = plain.operand_amax(x, spec, sign_draw)
+    checks.same(ours, reference.quantize(x, spec, sign_draw=sign_draw).amax)
+
+
+@triton.jit
+def tile_sums_kernel(e_ptr, out_ptr, A: tl.constexpr, B: tl.constexpr, AXIS: tl.constexpr):
+    places = tl.arange(0, A)[:, None] * B + tl.arange(0, B)[None, :]
+    tl.store(out_ptr + places, scales.tree_sum(tl.load(e_ptr + places), AXIS))
+
+
+def check_tile_sums(axis: int, device: str) -> None:
+    """The errors of a tile's 16 blocks are added as section 5 says: any other order has other bits somewhere."""
+    e = (torch.randn(32, 64, generator=torch.Generator().manual_seed(axis)) * 10).exp().to(device)
+    sums = torch.empty_like(e)
+    tile_sums_kernel[(1,)](e, sums, A=32, B=64, AXIS=axis, enable_fp_fusion=False)
+    blocks = list(e.view(2, 16, 64).unbind(1) if axis == 0 else e.view(32, 4, 16).unbind(2))
+    for apart in (8, 4, 2, 1):
+        blocks = [blocks[r] + blocks[r + apart] for r in range(apart)]
+    tiles = blocks[0].repeat_interleave(16, axis)
+    checks.same(sums, tiles)
 
 
 def check_several_tiles(device: str, amaxes: tuple[float, float], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -86,6 +86,18 @@ def test_maxima_of_wide_rotations_on_other_targets(hardware, col, monkeypatch):
         checks.check_rotated_amax(x, col, hardware, monkeypatch)
 
 
+@pytest.mark.parametrize("spec", checks.ROTATED_LINES, ids=lambda spec: spec.key)
+def test_maxima_of_rotated_rows(spec):
+    for shape in ((3, 8), (1000, 1032), (512, 2048), (2048, 8192)):
+        for kind in ("heavy", "nonfinite"):
+            checks.check_rotated_rows(checks.sample(kind, shape, torch.bfloat16, "cuda"), spec)
+
+
+@pytest.mark.parametrize("axis", (0, 1))
+def test_the_errors_of_a_tile_are_added_in_order(axis):
+    checks.check_tile_sums(axis, "cuda")
+
+
 def test_launches_that_overlap_wait_for_each_other():
     pair, options = checks.PAIRS[1], checks.draws("cuda")
     xs = [checks.sample("heavy", (512, 1024), torch.bfloat16, "cuda") for _ in range(4)]

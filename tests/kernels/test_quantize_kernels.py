@@ -6,7 +6,8 @@ import torch
 
 import halfbyte as hb
 from halfbyte import layout, reference
-from halfbyte.kernels.amax.plain import finite_amax, row_col_amax
+from halfbyte.kernels.amax import route as maxima
+from halfbyte.kernels.amax.plain import finite_amax, operand_amax, row_col_amax
 from halfbyte.kernels.quantize import route
 from halfbyte.kernels.quantize.both import quantize_rows_and_cols
 from halfbyte.kernels.quantize.one import quantize_side
@@ -139,6 +140,44 @@ def test_amax_of_rows_and_of_both_orientations():
 def test_maxima_of_wide_rotations_on_every_target(hardware, col, monkeypatch):
     x = checks.sample("nonfinite", (160, 104), torch.bfloat16, "cpu")
     checks.check_rotated_amax(x, col, hardware, monkeypatch)
+
+
+@pytest.mark.parametrize("spec", checks.ROTATED_LINES, ids=lambda spec: spec.key)
+@pytest.mark.parametrize("per_sm", (1, 8))
+def test_maxima_of_rotated_rows(per_sm, spec, monkeypatch):
+    for table in ("ROW_PROGRAMS", "FRESH_PROGRAMS"):  # of one multiprocessor: programs take lines again and again
+        monkeypatch.setattr(maxima, table, dict.fromkeys((16, 32, 64, 128), per_sm))
+    for shape in ((3, 8), (130, 136), (200, 256), (64, 1024)):
+        for kind in ("heavy", "nonfinite"):
+            checks.check_rotated_rows(checks.sample(kind, shape, torch.bfloat16, "cpu"), spec)
+
+
+@pytest.mark.parametrize("far", (False, True), ids=("first", "last"))
+@pytest.mark.parametrize("bad", (float("nan"), float("-inf")))
+def test_the_maximum_of_rotated_rows_leaves_one_bad_group_out(bad, far):
+    spec = hb.NVFP4(rotation=hb.Hadamard(size=64))
+    x = torch.randn(40, 256).bfloat16()
+    x[-1 if far else 0, -1 if far else 0] = bad
+    checks.check_rotated_rows(x, spec)
+    assert operand_amax(x, spec, None) > 1
+
+
+def test_rows_that_are_not_read_in_words_are_told_why():
+    spec, x = hb.NVFP4(rotation=hb.Hadamard(size=64)), torch.randn(64, 256).bfloat16()
+    for view, asked, why in (
+        (x, hb.NVFP4(rotation=hb.Hadamard(size=64), outer="row"), "an amax each"),
+        (x.float(), spec, "not bf16"),
+        (x.T, spec, "not bf16 in aligned rows"),
+        (x[:, 3:], spec, "not bf16 in aligned rows"),
+    ):
+        choice = maxima.choose_amax(maxima.AmaxOfOne(view, asked))
+        (name, reason), *_ = choice.instead
+        assert choice.kernel == "amax_rotated_kernel" and name == "amax_rotated_rows_kernel" and why in str(reason)
+
+
+@pytest.mark.parametrize("axis", (0, 1))
+def test_the_errors_of_a_tile_are_added_in_order(axis):
+    checks.check_tile_sums(axis, "cpu")
 
 
 @pytest.mark.parametrize("shape", [(5, 0), (0, 64), (0, 0)])

@@ -26,7 +26,7 @@ SPECS = {
 }
 SHAPES = {"tiny": (32, 64), "layer": (512, 768), "cut": (300, 83), "wide": (2048, 2880), "large": (8192, 8192)}
 ROWS, COLS, SMALL = ["amax_rows", "quantize_rows"], ["amax_rows", "quantize_cols"], ["quantize_small"]
-ROTATED_ROWS, ROTATED_COLS = ["amax_rotated", "quantize_rows"], ["amax_rotated", "quantize_cols"]
+ROTATED_ROWS, ROTATED_COLS = ["amax_rotated_rows", "quantize_rows"], ["amax_rotated", "quantize_cols"]
 PLAIN = ("1x16", "SR", "4over6", "row-scaled")
 
 ROW_ALONE = {
@@ -34,11 +34,14 @@ ROW_ALONE = {
     **{(name, shape): ROWS for name in PLAIN for shape in ("layer", "cut", "wide", "large")},
     **{("16x16", shape): ["amax_rows", "quantize_tiles"] for shape in ("layer", "wide", "large")},
     ("16x16", "cut"): ROWS,  # strips are whole tiles
-    **{(name, shape): ROTATED_ROWS for name in ("RHT", "SR RHT") for shape in ("layer", "cut", "wide", "large")},
+    **{(name, shape): ROTATED_ROWS for name in ("RHT", "SR RHT") for shape in ("layer", "wide", "large")},
+    # Rows of 83 values do not begin where 16 bytes do.
+    **{(name, "cut"): ["amax_rotated", "quantize_rows"] for name in ("RHT", "SR RHT")},
     **{("MXFP8", shape): ["quantize_rows"] for shape in SHAPES},
     # Tuples of 64 are used for whole tiles; elsewhere wide rotations are tensors.
     **{("RHT 64", shape): ROTATED_ROWS for shape in ("layer", "wide", "large")},
-    **{("RHT 64", shape): ["amax_rotated", "quantize_wide"] for shape in ("tiny", "cut")},
+    ("RHT 64", "tiny"): ["amax_rotated_rows", "quantize_wide"],
+    ("RHT 64", "cut"): ["amax_rotated", "quantize_wide"],
 }
 COL_ALONE = {
     **{(name, "tiny"): SMALL for name in (*PLAIN, "16x16", "RHT", "SR RHT")},
@@ -63,8 +66,8 @@ PAIRS = {
     ("16x16", "16x16", "large"): ["amax_rows", "quantize_tiles", "transpose"],  # codes of many values
     **{("16x16", "16x16", shape): [*ROWS, "transpose"] for shape in ("tiny", "cut")},
     # A wide rotation is quantized by itself.
-    ("1x16", "RHT 64", "layer"): [*ROTATED_ROWS, "quantize_wide"],
-    ("1x16", "RHT 64", "cut"): [*ROTATED_ROWS, "quantize_wide"],
+    ("1x16", "RHT 64", "layer"): ["amax_rotated", "quantize_rows", "quantize_wide"],
+    ("1x16", "RHT 64", "cut"): ["amax_rotated", "quantize_rows", "quantize_wide"],
 }
 PRODUCTS = {
     "sm_80": ["dequantize", "dequantize", "gemm_pointer"],

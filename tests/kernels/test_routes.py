@@ -20,8 +20,8 @@ ROUTES = {
     # spec, shape: kernels of the row alone, of the column alone
     ("1x16", LARGE): (["amax_rows", "quantize_rows"], ["amax_rows", "quantize_cols"]),
     ("16x16", LARGE): (["amax_rows", "quantize_tiles"], ["amax_rows", "quantize_cols"]),
-    ("RHT", LARGE): (["amax_rotated", "quantize_rows"], ["amax_rotated", "quantize_cols"]),
-    ("SR RHT", LARGE): (["amax_rotated", "quantize_rows"], ["amax_rotated", "quantize_cols"]),
+    ("RHT", LARGE): (["amax_rotated_rows", "quantize_rows"], ["amax_rotated", "quantize_cols"]),
+    ("SR RHT", LARGE): (["amax_rotated_rows", "quantize_rows"], ["amax_rotated", "quantize_cols"]),
     ("4over6", LARGE): (["amax_rows", "quantize_rows"], ["amax_rows", "quantize_cols"]),
     ("row-scaled", LARGE): (["amax_rows", "quantize_rows"], ["amax_rows", "quantize_cols"]),
     ("MXFP8", LARGE): (["quantize_rows"], ["quantize_cols"]),

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from halfbyte.kernels.amax import route
 from halfbyte.kernels.amax.rotated import launch_rotated
+from halfbyte.kernels.amax.rotated_rows import launch_rotated_rows
 from halfbyte.kernels.device import magnitudes as mg
 from halfbyte.kernels.device import overlap
 from halfbyte.kernels.device import running_max as rm
@@ -98,6 +99,8 @@ def operand_amax(x: Tensor, spec: Spec, sign_draw: Draw | None) -> Tensor:
     if x.numel() == 0:
         return torch.zeros((x.shape[0],) if per_row else (), dtype=torch.float32, device=x.device)
     choice = route.choose_amax(route.AmaxOfOne(x, spec))
+    if choice.kernel == "amax_rotated_rows_kernel":
+        return launch_rotated_rows(choice, sign_draw)
     if choice.kernel == "amax_rotated_kernel":
         return launch_rotated(choice, sign_draw)[0]
     return _launch_rows(choice, per_row)

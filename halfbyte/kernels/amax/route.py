@@ -50,6 +50,21 @@ def amax_rule(spec: Spec) -> sc.Rule:
     return replace(PLAIN, row_amax=rule.row_amax, group=rule.group, norm=rule.norm, fresh=rule.fresh, signs=rule.signs)
 
 
+PAIRED = 128
+"""The width of a rotation whose groups two threads may share: 128 numbers are most of the registers of one."""
+
+
+def shares_signs(rule: sc.Rule) -> bool:
+    """Whether it has groups of `PAIRED` whose halves have equal signs, or fresh ones: two threads may share them."""
+    half = rule.signs & ((1 << 64) - 1)
+    return rule.group == PAIRED and rule.signs == half << 64 | half
+
+
+def halved(rule: sc.Rule) -> sc.Rule:
+    """Return the rule of threads that share groups of `PAIRED`."""
+    return replace(rule, group=PAIRED // 2, paired=True)
+
+
 class AmaxOfOne(NamedTuple):
     """Find the amax of x [rows, cols], or of its rows."""
 
@@ -124,7 +139,42 @@ def _rotated(x: Tensor, spec: Spec, both: bool) -> Choice:
     return Choice("amax_rotated_kernel", (strips * parts,), constants, (x, strips, parts))
 
 
+ROW_LINES = 128  # groups, or halves of them, of a program
+ROW_WARPS = 4
+ROW_PROGRAMS = {16: 16, 32: 10, 64: 6, 128: 6}
+"""Of a multiprocessor, by the width: one or two times what run at once, which left none of them waiting for a last."""
+FRESH_PROGRAMS = {16: 16, 32: 7, 64: 3, 128: 3}  # 64 signs in registers leave room for three
+MOST_GROUPS = 1 << 29  # `casts.divide` is exact up to twice as many
+
+
+def _rotated_rows_problem(one: AmaxOfOne) -> Reason | None:
+    """Say why rotated rows are not read in words."""
+    reason = _rotated_problem(one)
+    if reason is not None:
+        return reason
+    if one.spec.has_row_amax:
+        return Reason("rows have an amax each")
+    if not mg.reads_pairs(one.x):
+        return Reason("x is not bf16 in aligned rows of multiples of 8 columns")
+    groups = one.x.shape[0] * ceil_div(one.x.shape[1], one.spec.alignment)
+    return None if groups <= MOST_GROUPS else Reason("{} groups are more than {}", (groups, MOST_GROUPS))
+
+
+def _rotated_rows(one: AmaxOfOne) -> Choice:
+    (rows, cols), rule = one.x.shape, amax_rule(one.spec)
+    width, groups = rule.group, ceil_div(cols, rule.group)
+    if shares_signs(rule):
+        rule = halved(rule)
+    lines = ROW_LINES // (width // rule.group)
+    per_sm = (FRESH_PROGRAMS if rule.fresh else ROW_PROGRAMS)[width]
+    programs = mg.parts_of(ceil_div(rows * groups, lines), 1, per_sm, one.x.device)
+    full = cols % width == 0 and rows * groups % lines == 0
+    constants = {"RULE": rule, "FULL": full, "T": ROW_LINES, "num_warps": ROW_WARPS}
+    return Choice("amax_rotated_rows_kernel", (programs,), constants, (one.x, groups))
+
+
 ONE = (
+    Candidate("amax_rotated_rows_kernel", _rotated_rows_problem, _rotated_rows, "words of rows, whole groups a thread"),
     Candidate(
         "amax_rotated_kernel",
         _rotated_problem,
@@ -299,21 +349,6 @@ VALUES_PER_WARP = 2048  # 64 a thread: with 128, a thread's values do not fit in
 def is_wide(rule: sc.Rule | None) -> bool:
     """Say whether an operand's rotation is one of `WIDE_OF_GROUPS`."""
     return rule is not None and rule.norm != 0.0 and rule.group >= WIDE_OF_GROUPS
-
-
-PAIRED = 128
-"""The width of a rotation whose groups two threads may share: 128 numbers are most of the registers of one."""
-
-
-def shares_signs(rule: sc.Rule) -> bool:
-    """Whether it has groups of `PAIRED` whose halves have equal signs, or fresh ones: two threads may share them."""
-    half = rule.signs & ((1 << 64) - 1)
-    return rule.group == PAIRED and rule.signs == half << 64 | half
-
-
-def halved(rule: sc.Rule) -> sc.Rule:
-    """Return the rule of threads that share groups of `PAIRED`."""
-    return replace(rule, group=PAIRED // 2, paired=True)
 
 
 class WideSide(NamedTuple):

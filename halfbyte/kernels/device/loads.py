@@ -67,8 +67,14 @@ def load_row_pairs(x, i_row, i_group, RULE: tl.constexpr, R: tl.constexpr, N: tl
     """Return RULE.group / 2 words [R, N], two bf16 values each, of N groups of R rows of a packed x."""
     row = rows_of_tile(i_row, x.rows, RULE, R)
     o_word = (i_group + tl.arange(0, N)) * (RULE.group // 2)
-    word_ptr = (x.ptr + tl.cast(i_row, tl.int64) * x.stride_r).to(tl.pointer_type(tl.uint32))
-    o_row = lines_from(i_row, x.rows, RULE, R).to(tl.int64) * (x.stride_r // 2)
+    if RULE.full or RULE.along:
+        word_ptr = (x.ptr + tl.cast(i_row, tl.int64) * x.stride_r).to(tl.pointer_type(tl.uint32))
+        o_row = lines_from(i_row, x.rows, RULE, R).to(tl.int64) * (x.stride_r // 2)
+    else:
+        # Of a packed x, rows are whole pieces of 16 bytes. The compiler does not see that in their length: it would read
+        # word after word, by lanes that lie otherwise.
+        word_ptr = x.ptr.to(tl.pointer_type(tl.uint32)) + tl.cast(i_row, tl.int64) * (x.stride_r // 8) * 4
+        o_row = lines_from(i_row, x.rows, RULE, R).to(tl.int64) * (x.stride_r // 8) * 4
     if RULE.along:  # groups lead: of dimensions that are not contiguous the compiler lays lanes along the first
         first = word_ptr + o_row[None, :, None]
     else:
@@ -85,7 +91,7 @@ def load_row_pairs(x, i_row, i_group, RULE: tl.constexpr, R: tl.constexpr, N: tl
             loaded = tl.permute(loaded, (1, 0, 2))
         else:
             word = o_word[None, :, None] + four[None, None, :]
-            inside = (row < x.rows)[:, None, None] & (word * 2 < x.cols)
+            inside = (row < x.rows)[:, None, None] & ((o_word + piece * 4) * 2 < x.cols)[None, :, None]
             loaded = masked_load(first + word, inside, RULE.full)
             if x.mean_ptr is not None:
                 loaded = pairs_without(loaded, mean_words(x, word, RULE.full))

@@ -31,14 +31,16 @@ def load_row_lines(x, row, end, col, cols, whole, SIZE: tl.constexpr, PACKED: tl
     T: tl.constexpr = row.shape[0]
     if PACKED:
         # Pieces of 16 bytes, the last dimension but one in registers: a thread reads whole groups.
-        first = (x.ptr + (row.to(tl.int64) * x.stride_r + col)).to(tl.pointer_type(tl.uint32))
-        word = tl.arange(0, SIZE // 8)[:, None] * 4 + tl.arange(0, 4)[None, :]
-        pointers = first[:, None, None] + word[None, :, :]
+        # In units of those, which tells the compiler that they are aligned where a row's length does not.
+        first = x.ptr.to(tl.pointer_type(tl.uint32)) + (row.to(tl.int64) * (x.stride_r // 8) + col // 8) * 4
+        piece = tl.arange(0, SIZE // 8)
+        pointers = first[:, None, None] + (piece[:, None] * 4 + tl.arange(0, 4)[None, :])[None, :, :]
         if whole:
             words = tl.load(pointers)
         else:
-            inside = (row < end)[:, None, None] & (col[:, None, None] + (word * 2)[None, :, :] < cols)
-            words = tl.load(pointers, mask=inside, other=0)
+            # Packed rows end with a piece: a mask of words would cut 16 bytes into four loads.
+            left = tl.where(row < end, (cols - col) // 8, 0)
+            words = tl.load(pointers, mask=(piece[None, :] < left[:, None])[:, :, None], other=0)
         return tl.reshape(words, (T, SIZE // 2))
     else:
         step = tl.arange(0, SIZE)

@@ -191,6 +191,7 @@ MXFP8_TILE = LineTile(1, 128, 4)
 STOCHASTIC_TILE = LineTile(1, 128, 2)
 CANDIDATE_TILE = LineTile(1, 128, 4, loop=4)
 SQUARE_TILE = LineTile(16, 16, 4)
+CANDIDATE_SQUARE_TILE = LineTile(16, 8, 4, loop=4)
 SWIZZLED_TILE = LineTile(16, 16, 2)
 COL_TILES = {16: LineTile(64, 4, 2, words=2), 32: LineTile(64, 4, 4), 64: LineTile(64, 1, 2), 128: LineTile(64, 2, 4)}
 LONGEST_ROW = 8192
@@ -217,7 +218,7 @@ def _row_tile(lines: Lines, groups: int, rule: sc.Rule, interpreted: bool) -> Li
     """Return the tile of the row kernel for a [rows, groups] operand."""
     best = ROW_TILES[rule.group]
     if rule.tile:
-        best = SQUARE_TILE
+        best = CANDIDATE_SQUARE_TILE if rule.candidates and not lines.swizzled else SQUARE_TILE
     elif lines.swizzled and rule.group == 16:
         best = SWIZZLED_TILE
     elif rule.element:

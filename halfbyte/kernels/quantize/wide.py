@@ -14,6 +14,7 @@ from halfbyte.kernels.device import casts as pm
 from halfbyte.kernels.device import philox, rotate
 from halfbyte.kernels.device import rotate_wide as rw
 from halfbyte.kernels.device import scales as sc
+from halfbyte.kernels.device import wide_lines as wl
 from halfbyte.kernels.device.operands import StridedMatrix, WrittenOperand, arguments_of, varying
 from halfbyte.kernels.device.tiles import store_decoded, store_scale
 from halfbyte.kernels.launch import jit
@@ -133,21 +134,12 @@ def quantize_wide_kernel(
         line, group = place // groups, place % groups  # 2^31 groups are 2^37 values
         row = line.to(tl.int64)
         if PACKED:
-            # Pieces of 16 bytes, the last dimension but one in registers: a thread reads whole groups.
-            word_ptr = x.ptr.to(tl.pointer_type(tl.uint32)) + row * (x.stride_r // 2)
-            piece, j = tl.arange(0, SIZE // 8), tl.arange(0, 4)
-            word = (group * (SIZE // 2))[:, None, None] + (piece[:, None] * 4 + j[None, :])[None, :, :]
-            inside = (row < x.rows)[:, None, None] & (word * 2 < x.cols)
-            words = tl.load(word_ptr[:, None, None] + word, mask=inside, other=0)
-            values = rw.unpacked(tl.reshape(words, (T, SIZE // 2)))
+            values = rw.unpacked(wl.load_row_lines(x, row, x.rows, group * SIZE, x.cols, False, SIZE, True))
         else:
             col = group[:, None] * SIZE + tl.arange(0, SIZE)[None, :]
             inside = (row < x.rows)[:, None] & (col < x.cols)
             values = pm.to_fp32(tl.load(x.ptr + row[:, None] * x.stride_r + col * x.stride_c, mask=inside, other=0))
-    if RULE.paired and RULE.fresh:
-        flips = rw.fresh_halves(out.to.sign_ptr, out.places.sign_stream, T)
-    else:
-        flips = rw.sign_flips(out.to.sign_ptr, out.places.sign_stream, RULE)
+    flips = wl.flips_of_lines(out.to.sign_ptr, out.places.sign_stream, RULE, T)
     if not NARROW:
         values = narrowed(values, NARROW)
     pairs = rw.rotated_pairs(values, flips, RULE)
