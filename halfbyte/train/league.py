@@ -14,7 +14,7 @@ from typing import Any
 
 from halfbyte import files
 from halfbyte.train import divergence, log, treatment
-from halfbyte.train.recorded import LEAGUE, RESULT, read_result, speed
+from halfbyte.train.recorded import LEAGUE, PROCESSOR, RESULT, read_result, speed
 
 TABLE, VALUES, FIGURE = "league.md", LEAGUE, "league.png"
 LEVEL = 0.95
@@ -32,7 +32,7 @@ class LeagueRow:
         half: half the width of the gap's interval, None where nothing says how gaps scatter.
         place: in the order of gaps, from 1; rows that the intervals do not tell apart share the first one's.
         speed, memory: tokens per second and peak memory relative to the baseline's; None, of speed, where no run of the
-            baseline with that seed was on the same kind of device.
+            baseline with that seed was on the same kind of device and CPU.
         four_bit: share of the FLOPs of the blocks' linear layers whose operands are both NVFP4, over the whole run.
         diverged: how many of the runs did.
     """
@@ -177,7 +177,7 @@ def _row(
         gap=sum(gaps) / len(gaps) if whole and gaps else None,
         half=half,
         place=None,
-        speed=_relative(results, recipe, base, speed, alike=_devices),
+        speed=_relative(results, recipe, base, speed, alike=_machine),
         memory=_relative(results, recipe, base, _peak),
         four_bit=share,
         diverged=len(losses) - len(finite),
@@ -188,8 +188,9 @@ def _peak(result: dict) -> float:
     return result["peak_memory_bytes"]
 
 
-def _devices(result: dict) -> set[str]:
-    return {place.get("device", "") for place in result.get("environments", [])}
+def _machine(result: dict) -> tuple[set[str], str | None]:
+    """Return the devices of a run and its CPU, which sets the pace of small models; None: an older run did not note it."""
+    return {place.get("device", "") for place in result.get("environments", [])}, result.get(PROCESSOR)
 
 
 def _relative(
@@ -244,7 +245,7 @@ def league_table(found: League) -> str:
     said = [f"Not trained yet: {', '.join(missing)}."] if missing else []
     elsewhere = [f"`{row.recipe}`" for row in found.rows if row.memory is not None and row.speed is None]
     if elsewhere:
-        said.append(f"Trained on another device than {base}, so that speeds do not compare: {', '.join(elsewhere)}.")
+        said.append(f"Trained on another device or CPU than {base}, so that speeds do not compare: {', '.join(elsewhere)}.")
     return "\n".join((*lines, "", *said, intervals_in_words(found)))
 
 

@@ -108,12 +108,13 @@ def environment(device: torch.device) -> dict:
         **package_versions(),
         "machine": platform.machine(),
         "threads": torch.get_num_threads(),
-        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else _processor(),
+        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else processor(),
     }
     return facts
 
 
-def _processor() -> str:
+def processor() -> str:
+    """Return the name of the CPU, whose pace is that of small models on a GPU too."""
     with contextlib.suppress(OSError):
         for line in Path("/proc/cpuinfo").read_text().splitlines():
             if line.startswith("model name"):

@@ -13,6 +13,7 @@ COMPARISON, LEAGUE = "results.json", "league.json"
 """Of a folder that holds several runs, each in a folder of its own."""
 NUMBERS = ("tokens", "seconds", "tokens_per_second", "peak_memory_bytes", "saved_activation_bytes")
 STEADY = "steady_tokens_per_second"
+PROCESSOR = "processor"
 LARGEST = 1e300
 
 
@@ -45,6 +46,7 @@ def read_result(path: Path) -> dict:
         _check(path, _is_number(result.get(name)), f"{name} is no number")
     steady = result.get(STEADY)
     _check(path, steady is None or (_is_number(steady) and steady > 0), f"{STEADY} is no speed")
+    _check(path, type(result.get(PROCESSOR)) in (str, type(None)), f"{PROCESSOR} is no name")
     loss = result.get("held_out_loss", "")
     _check(path, loss is None or type(loss) is float or _is_number(loss), "held_out_loss is neither a number nor null")
     for name, kind in (("diverged_at", int), ("diverged_in", str)):

@@ -117,8 +117,21 @@ def test_speeds_of_different_devices_are_not_compared():
         "row_scaled": None,
     }
     text = league.league_table(found)
-    assert "Trained on another device than bf16, so that speeds do not compare: `mxfp8`." in text
+    assert "Trained on another device or CPU than bf16, so that speeds do not compare: `mxfp8`." in text
     assert "another device" not in league.league_table(made())
+
+
+def test_speeds_beside_different_cpus_are_not_compared():
+    results = {
+        ("bf16", 0): result(3.0, 100.0) | {"processor": "a"},
+        ("nvfp4", 0): result(3.1, 90.0) | {"processor": "a"},
+        ("mxfp8", 0): result(3.1, 45.0) | {"processor": "b"},
+        ("rl", 0): result(3.1, 80.0),  # of a run before CPUs were noted
+    }
+    names = ("bf16", "nvfp4", "mxfp8", "rl")
+    found = league.league(results, list(names), dict.fromkeys(names, 0.5))
+    assert [row.speed for row in found.rows if row.recipe in ("mxfp8", "rl")] == [None, None]
+    assert next(row for row in found.rows if row.recipe == "nvfp4").speed == pytest.approx(0.9)
 
 
 def test_one_seed_takes_the_scatter_of_another_study():

@@ -191,7 +191,8 @@ MXFP8_TILE = LineTile(1, 128, 4)
 STOCHASTIC_TILE = LineTile(1, 128, 2)
 CANDIDATE_TILE = LineTile(1, 128, 4, loop=4)
 SQUARE_TILE = LineTile(16, 16, 4)
-CANDIDATE_SQUARE_TILE = LineTile(16, 8, 4, loop=4)
+CANDIDATE_SQUARE_TILE = LineTile(16, 4, 2, loop=8)
+SQUARE_PROGRAMS = 16  # of a multiprocessor: with fewer, programs that go through several tiles leave it waiting
 SWIZZLED_TILE = LineTile(16, 16, 2)
 COL_TILES = {16: LineTile(64, 4, 2, words=2), 32: LineTile(64, 4, 4), 64: LineTile(64, 1, 2), 128: LineTile(64, 2, 4)}
 LONGEST_ROW = 8192
@@ -386,6 +387,9 @@ def _rows(one: OneSide) -> Choice:
     tile = _row_tile(lines, groups, rule, target.interpreter)
     rule = replace(rule, full=is_full(lines.x, lines.blocks, lines.swizzled, rule, (tile.outer, tile.groups)))
     row_tiles, group_tiles = ceil_div(rows, tile.outer), ceil_div(groups, tile.groups)
+    if rule.tile and rule.candidates:
+        enough = row_tiles * group_tiles // (SQUARE_PROGRAMS * target.multiprocessors)
+        tile = tile._replace(loop=min(tile.loop, 1 << max(0, enough.bit_length() - 1)))
     down = group_tiles % tile.loop != 0
     loop = tile.loop if not down or row_tiles % tile.loop == 0 else 1
     constants = {"RULE": rule, "SWIZZLED": lines.swizzled, "R": tile.outer, "N": tile.groups, "LOOP": loop}
