@@ -16,7 +16,7 @@ import halfbyte as hb
 from halfbyte import layout, reference
 from halfbyte.kernels import backend
 from halfbyte.kernels.amax import plain, route
-from halfbyte.kernels.device import scales
+from halfbyte.kernels.device import tile_blocks
 from halfbyte.kernels.quantize import both_route, lines
 from halfbyte.kernels.quantize.route import ONE, OneSide
 from halfbyte.kernels.route import choose_from
@@ -215,7 +215,7 @@ def check_rotated_rows(x: Tensor, spec: hb.NVFP4) -> None:
 @triton.jit
 def tile_sums_kernel(e_ptr, out_ptr, A: tl.constexpr, B: tl.constexpr, AXIS: tl.constexpr):
     places = tl.arange(0, A)[:, None] * B + tl.arange(0, B)[None, :]
-    tl.store(out_ptr + places, scales.tree_sum(tl.load(e_ptr + places), AXIS))
+    tl.store(out_ptr + places, tile_blocks.tree_sum(tl.load(e_ptr + places), AXIS))
 
 
 def check_tile_sums(axis: int, device: str) -> None:

@@ -189,7 +189,7 @@ def _peak(result: dict) -> float:
 
 
 def _machine(result: dict) -> tuple[set[str], str | None]:
-    """Return the devices of a run and its CPU, which sets the pace of small models; None: an older run did not note it."""
+    """Return the devices of a run and its CPU, which sets the pace of small models; None: it was not noted then."""
     return {place.get("device", "") for place in result.get("environments", [])}, result.get(PROCESSOR)
 
 
@@ -245,7 +245,8 @@ def league_table(found: League) -> str:
     said = [f"Not trained yet: {', '.join(missing)}."] if missing else []
     elsewhere = [f"`{row.recipe}`" for row in found.rows if row.memory is not None and row.speed is None]
     if elsewhere:
-        said.append(f"Trained on another device or CPU than {base}, so that speeds do not compare: {', '.join(elsewhere)}.")
+        there = f"Trained on another device or CPU than {base}, so that speeds do not compare"
+        said.append(f"{there}: {', '.join(elsewhere)}.")
     return "\n".join((*lines, "", *said, intervals_in_words(found)))
 
 

@@ -48,7 +48,6 @@ from halfbyte.train.folder import CHECKPOINTS, CONFIG, LAYERS, RESULT, clear, fi
 from halfbyte.train.history import History
 from halfbyte.train.log import Log, Silent
 from halfbyte.train.ranks import World
-from halfbyte.train.recorded import PROCESSOR
 from halfbyte.train.signals import Interrupts
 
 __all__ = ["CHECKPOINTS", "Trainer", "clear", "finished", "identity", "train"]
@@ -404,7 +403,7 @@ class Trainer:
             "recipe": self.recipe,
             "identity": self.identity,
             "environments": self.environments,
-            PROCESSOR: measure.processor(),
+            "processor": measure.processor(),
             "steps": self.step,
             "tokens": self._tokens(),
             "held_out_loss": None if diverged else history.held_out_loss,

@@ -71,8 +71,8 @@ def load_row_pairs(x, i_row, i_group, RULE: tl.constexpr, R: tl.constexpr, N: tl
         word_ptr = (x.ptr + tl.cast(i_row, tl.int64) * x.stride_r).to(tl.pointer_type(tl.uint32))
         o_row = lines_from(i_row, x.rows, RULE, R).to(tl.int64) * (x.stride_r // 2)
     else:
-        # Of a packed x, rows are whole pieces of 16 bytes. The compiler does not see that in their length: it would read
-        # word after word, by lanes that lie otherwise.
+        # Rows of a packed x are whole pieces of 16 bytes. The compiler does not see that in their length: it would
+        # read word after word, by lanes that lie otherwise.
         word_ptr = x.ptr.to(tl.pointer_type(tl.uint32)) + tl.cast(i_row, tl.int64) * (x.stride_r // 8) * 4
         o_row = lines_from(i_row, x.rows, RULE, R).to(tl.int64) * (x.stride_r // 8) * 4
     if RULE.along:  # groups lead: of dimensions that are not contiguous the compiler lays lanes along the first

@@ -15,7 +15,7 @@ import triton.language as tl
 
 from halfbyte.formats import E2M1, FLT_MAX, f32
 from halfbyte.kernels.device import casts as pm
-from halfbyte.kernels.device import eden, rotate
+from halfbyte.kernels.device import eden, rotate, tile_blocks
 from halfbyte.kernels.device.decode import E4M3_NAN, INTERPRETED
 from halfbyte.kernels.device.e2m1_conversion import E2M1_CAPABILITY, converted_word
 from halfbyte.kernels.device.e2m1_values import value_pairs
@@ -232,51 +232,6 @@ def operand_factors(amax_ptr, constants, RULE: tl.constexpr):
 
 
 @triton.jit
-def over_tile(m, AXIS: tl.constexpr):
-    """Give every block of a 16x16 tile the maximum of the tile's 16 blocks, which lie along AXIS."""
-    A: tl.constexpr = m.shape[0]
-    B: tl.constexpr = m.shape[1]
-    if AXIS == 0:
-        tiles = tl.max(tl.reshape(m, (A // 16, 16, B)), axis=1)[:, None, :]
-        tiles = tl.broadcast_to(tiles, (A // 16, 16, B))
-    else:
-        tiles = tl.max(tl.reshape(m, (A, B // 16, 16)), axis=2)[:, :, None]
-        tiles = tl.broadcast_to(tiles, (A, B // 16, 16))
-    return tl.reshape(tiles, (A, B))
-
-
-@triton.jit
-def tree_sum(e, AXIS: tl.constexpr):
-    """Give every block of a tile the sum of its 16 errors in the order of section 5: (r, r + 8), then + 4, + 2, + 1."""
-    if AXIS == 0:
-        return exchanged_sum(e)
-    else:
-        e = tl.trans(e)
-        A: tl.constexpr = e.shape[0]
-        B: tl.constexpr = e.shape[1]
-        t = tl.reshape(e, (A // 16, 16, B))
-        for step in tl.static_range(4):
-            upper, lower = tl.split(tl.permute(tl.reshape(t, (A // 16, 2, 8 >> step, B)), (0, 2, 3, 1)))
-            t = upper + lower
-        return tl.trans(tl.reshape(tl.broadcast_to(t, (A // 16, 16, B)), (A, B)))
-
-
-@triton.jit
-def exchanged_sum(e):
-    """Return `tree_sum` of tiles whose 16 blocks lie below each other, where a warp's lanes lie too: by shuffles.
-
-    Of two numbers either order gives the same bits, so both have their sum, and after four exchanges all have all.
-    """
-    A: tl.constexpr = e.shape[0]
-    B: tl.constexpr = e.shape[1]
-    t = tl.reshape(e, (A // 16, 16, B))
-    for step in tl.static_range(4):
-        other = (tl.arange(0, 16) ^ (8 >> step))[None, :, None]
-        t += tl.gather(t, tl.broadcast_to(other, (A // 16, 16, B)), 1)
-    return tl.reshape(t, (A, B))
-
-
-@triton.jit
 def encode_scale(scale, factors, RULE: tl.constexpr, UNIT: tl.constexpr):
     """Return min(1 / (scale * D), FLT_MAX) for an E4M3 scale that is no NaN.
 
@@ -398,7 +353,7 @@ def choose_candidate(xs, block_amax, factors, constants, regular: tl.constexpr, 
                 some = largest
         error, words = candidate_error(xs, some, scale, encode, factors, constants, regular, UNIT, RULE)
         if RULE.tile:
-            error = tree_sum(error, AXIS)
+            error = tile_blocks.tree_sum(error, AXIS)
         if i == 0:
             best_code, best_encode, best_error, best_words = code, encode, error, words
         else:
@@ -442,7 +397,7 @@ def scale_of_block(xs, block_amax, factors, constants, RULE: tl.constexpr, AXIS:
     """
     poison = ((block_amax < pm.INF) == 0) | factors.poison
     if RULE.tile:
-        block_amax = over_tile(tl.where(poison, pm.INF, block_amax), AXIS)
+        block_amax = tile_blocks.over_tile(tl.where(poison, pm.INF, block_amax), AXIS)
         poison = block_amax == pm.INF
     if len(RULE.candidates) > 0:
         block_amax = tl.where(poison, 0.0, block_amax)

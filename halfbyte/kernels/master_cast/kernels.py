@@ -13,6 +13,7 @@ import triton.language as tl
 from halfbyte.kernels.device import casts as pm
 from halfbyte.kernels.device import decode as dc
 from halfbyte.kernels.device import scales as sc
+from halfbyte.kernels.device import tile_blocks
 from halfbyte.kernels.launch import jit
 from halfbyte.kernels.unpack.transpose import Extent, Moved, MovedStrides, transpose_tile
 
@@ -152,7 +153,7 @@ def choose_kernel(
     xs, _inside = load_piece(piece, tile_row, block, DTYPE, ROUND, ALIGNED)
     factors = piece_factors(piece, amax_ptr, tiles, constants)
     m = pm.abs_max(xs)
-    m = sc.over_tile(tl.where(m < pm.INF, m, pm.INF), 0)
+    m = tile_blocks.over_tile(tl.where(m < pm.INF, m, pm.INF), 0)
     poison = m == pm.INF
     m = tl.where(poison, 0.0, m)
     code, _encode, _rounded = sc.best_candidate(xs, m, factors, constants, RULE, 0)
