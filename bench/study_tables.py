@@ -25,6 +25,9 @@ def league(name: str) -> Callable[[Sequence[Record]], str]:
         trained = [row for row in found if row["seeds"]]
         missing = [f"`{row['recipe']}`" for row in found if not row["seeds"]]
         table = rows(columns, [_cells(row) for row in trained])
+        elsewhere = [f"`{row['recipe']}`" for row in trained if row["speed"] is None]
+        if elsewhere:
+            table += f"\n\nTrained beside another CPU, so that speeds do not compare: {', '.join(elsewhere)}."
         return table + (f"\n\nNot trained yet: {', '.join(missing)}." if missing else "")
 
     return render
