@@ -252,11 +252,19 @@ def rl(
             multiplied: "mxfp8" in 8 bits; None leaves the backward in high precision.
         weight_block: (1, 16), or (16, 16).
         batch_invariant: whether the order of the forward's sums is that of every batch; False is as fast as others.
+
+    Raises:
+        ValueError: gradients of a recipe that splits a mean off or takes channels apart, which its own forward needs.
     """
     scaling = FourOverSix()
     activation = NVFP4(outer="row", scaling=scaling, e4m3_max=FOUR_OVER_SIX_E4M3_MAX)
     weight = NVFP4(block=weight_block, scaling=scaling, e4m3_max=FOUR_OVER_SIX_E4M3_MAX)
     rest = bf16() if gradients is None else resolve(gradients)
+    if rest.splits_mean or rest.channels is not None:
+        raise ValueError(
+            f"gradients={gradients!r}: a mean that is split off and channels that are taken apart are of a forward, and "
+            "rl has its own; use dataclasses.replace(gradients, activation_mean='kept', channels=None)"
+        )
     fprop = GemmSpec(a=activation, b=weight, batch_invariant=batch_invariant)
     made = Recipe(fprop=fprop, dgrad=rest.dgrad, wgrad=rest.wgrad, backward="dequantized")
     return made if rest.amax is None or delay_problem(made) else dataclasses.replace(made, amax=rest.amax)

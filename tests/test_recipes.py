@@ -247,6 +247,14 @@ def test_row_scaled_keeps_what_has_no_amax_and_refuses_tiles():
         hb.recipes.row_scaled(scope="tokens")
 
 
+@pytest.mark.parametrize("recipe", (hb.recipes.nvfp4(activation_mean="split"), hb.recipes.hot_channels()))
+def test_rl_refuses_gradients_that_need_a_forward_of_their_own(recipe):
+    with pytest.raises(ValueError, match=r"gradients=.*rl has its own; use dataclasses.replace"):
+        hb.recipes.rl(gradients=recipe)
+    plain = dataclasses.replace(recipe, activation_mean="kept", channels=None)
+    assert hb.recipes.rl(gradients=plain).wgrad == plain.wgrad
+
+
 def test_mxfp8_element_is_that_of_the_gradients():
     recipe = hb.recipes.nvfp4_mxfp8_bwd(element="e5m2")
     assert changed(recipe, hb.recipes.nvfp4_mxfp8_bwd()) == {"dgrad dy", "wgrad dy"}

@@ -93,7 +93,8 @@ def _change(name: str, recipe: str, change: str) -> dict[str, Any]:
         if word == "schedule":
             return {"schedule": value}
         if word == "late" and 0 < float(value) < 1:
-            return {"schedule": f"{1 - float(value):.6g}:bf16/{recipe}"}
+            backward = split_outside(recipe, "/")[-1]
+            return {"schedule": f"{1 - float(value):.6g}:bf16/{backward}"}
         if word == "bits" and 0 < int(value) < 1 << 15:
             return {"bits": int(value)}
         if word == "lr" and 0 < float(value) < 10:
