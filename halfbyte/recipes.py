@@ -262,8 +262,8 @@ def rl(
     rest = bf16() if gradients is None else resolve(gradients)
     if rest.splits_mean or rest.channels is not None:
         raise ValueError(
-            f"gradients={gradients!r}: a mean that is split off and channels that are taken apart are of a forward, and "
-            "rl has its own; use dataclasses.replace(gradients, activation_mean='kept', channels=None)"
+            f"gradients={gradients!r}: a mean that is split off and channels that are taken apart are of a forward, "
+            "and rl has its own; use dataclasses.replace(gradients, activation_mean='kept', channels=None)"
         )
     fprop = GemmSpec(a=activation, b=weight, batch_invariant=batch_invariant)
     made = Recipe(fprop=fprop, dgrad=rest.dgrad, wgrad=rest.wgrad, backward="dequantized")

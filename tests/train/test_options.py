@@ -162,7 +162,9 @@ def test_experts_that_could_not_follow_in_mid_run_are_refused_before_it(name, ch
     assert applied(late, "nvfp4+late(0.5)").schedule() is not None
 
 
-@pytest.mark.parametrize("name, backward", [("rl/mxfp8", "mxfp8"), ("rl/nvfp4(rht=none)", "nvfp4(rht=none)"), ("rl", "rl")])
+@pytest.mark.parametrize(
+    "name, backward", [("rl/mxfp8", "mxfp8"), ("rl/nvfp4(rht=none)", "nvfp4(rht=none)"), ("rl", "rl")]
+)
 def test_a_late_forward_keeps_the_backward_of_a_recipe_of_two(name, backward):
     config = configs.TrainConfig()
     (_, late), *others = applied(config, f"{name}+late(0.25)").schedule().changes
