@@ -58,9 +58,9 @@ def on(device: str, x: Tensor) -> Tensor:
 def in_order(a: Tensor, b: Tensor) -> Tensor:
     """Return a @ b.T, fp32 [1, N], summed as `row_product_kernel` says."""
     steps = -(-a.shape[1] // ROW_LANES)
-    products = torch.zeros(b.shape[0], steps * ROW_LANES)
+    products = torch.zeros(b.shape[0], steps * ROW_LANES, device=b.device)
     products[:, : a.shape[1]] = a.float() * b.float()
-    total = torch.zeros(b.shape[0], ROW_LANES)
+    total = torch.zeros(b.shape[0], ROW_LANES, device=b.device)
     for step in products.view(b.shape[0], steps, ROW_LANES).unbind(1):
         total = total + step
     while total.shape[1] > 1:
