@@ -80,8 +80,8 @@ def row_product(tile: RowTile, a: Tensor, b: Tensor, ends: tuple[Tensor, Tensor 
     row_product_kernel[(ceil_div(N, tile.rows),)](
         a,
         Rows(b, b.stride(0)),
-        Rows(out, out.stride(0)),
-        None if addend is None else Rows(addend, addend.stride(0)),
+        Rows(out, 0),  # of one row, whose length would be compiled in
+        None if addend is None else Rows(addend, 0),
         ending.applied,
         Products(1, N, K),
         ending.by,
