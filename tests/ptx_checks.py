@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 
 import logit_checks
+import row_checks
 import sums_checks
 import torch
 from ptx_emulator import emulated
@@ -70,7 +71,7 @@ LOOPS = ((1, 4),)  # in cases of that name: a program has four tiles, as those o
 CASES = tuple(
     [f"{name}{how}" for name in SPECS for how in ("", "/turned")]
     + [f"{n}{how}" for n in PAIRS for how in TRANSIENT]
-    + [*GROUPED, "gradient/loops", "sums", "logits"]
+    + [*GROUPED, "gradient/loops", "sums", "logits", "row"]
 )
 SHAPES = {"whole": (128, 256), "ragged": (133, 248), "odd": (37, 90)}
 SIZES = (70, 0, 64, 1, 40)  # of groups, with 23 rows behind the last
@@ -237,6 +238,14 @@ def logits(target: str) -> Iterator[str]:
     yield from failing(checks, target)
 
 
+def row(target: str) -> Iterator[str]:
+    """Yield which products of one row differ from sums in the order that is said."""
+    cases, others = row_checks.CASES[3:10:2], (row_checks.check_tiles, row_checks.check_not_finite)
+    checks = {str(case): (lambda case=case: row_checks.check_order(case, "cpu")) for case in cases}
+    checks |= {check.__name__: (lambda check=check: check("cpu")) for check in others}
+    yield from failing(checks, target)
+
+
 def failing(checks: dict[str, Callable], target: str) -> Iterator[str]:
     """Yield what each of some checks asserts in vain, run as a target runs it."""
     for name, run in checks.items():
@@ -257,6 +266,8 @@ def check(case: str, target: str) -> list[str]:
         return list(sums(target))
     if case == "logits":
         return list(logits(target))
+    if case == "row":
+        return list(row(target))
     if case.endswith("/loops"):
         both_route.LOOPS = grouped_route.LOOPS = LOOPS
     if case in GROUPED:

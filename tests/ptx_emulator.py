@@ -221,8 +221,8 @@ class _Machine:
             return np.uint64(int(operand[2:], 16))
         if re.fullmatch(r"-?(0x[0-9a-fA-F]+|\d+)U?", operand):
             return int(operand.rstrip("U"), 0)
-        if re.fullmatch(r"%rs\d+", operand):  # nobody writes it: a half that is shifted out, unless something is wrong
-            return np.uint16(0xFFFF)
+        if re.fullmatch(r"%rs?\d+", operand):  # nobody writes it: a half that is not used, unless something is wrong
+            return np.uint16(0xFFFF) if operand.startswith("%rs") else np.uint32(0xFFFFFFFF)
         if operand.startswith("%tid."):
             return self.thread if operand.endswith("x") else np.uint32(0)
         if operand.startswith("%ctaid."):

@@ -150,6 +150,23 @@ def gemm_calls(_: Target) -> Iterator[Scenario]:
             call = partial(backend.gemm_nt, a, b, epilogue)
             yield Scenario(f"gemm {M}x{N}x{K} to {out}, outer product{name}", call, K % 64 == 0)
     yield from _products_of_views()
+    yield from _products_of_one_row()
+
+
+def _products_of_one_row() -> Iterator[Scenario]:
+    """A mean or a token alone: every tile, everything that may follow, other dtypes, rows that are not aligned."""
+    shapes = (14336, 4096), (4096, 14336), (512, 2048), (53, 83)
+    for (N, K), kind, dtype in product(shapes, ("plain", "tensor", "row"), (BF16, FP32)):
+        a, b, outer = _decoded(1, K, kind), _decoded(N, K, kind), (tensor(1, dtype=FP32), tensor(N, dtype=BF16))
+        for name, epilogue in (("bias", Epilogue(dtype, tensor(N))), ("all added", _accumulated(1, N, dtype, outer))):
+            call = partial(backend.gemm_nt, a, b, epilogue)
+            yield Scenario(f"gemm 1x{N}x{K} to {dtype}, {kind} factors, {name}", call, K % 64 == 0)
+    for a_dtype, b_dtype in product((BF16, FP16, FP32), (BF16, FP16, FP32)):
+        a, b = Decoded(tensor(1, 4096, dtype=a_dtype)), Decoded(tensor(14336, 4096, dtype=b_dtype))
+        name = f"gemm of one row of {a_dtype} and {b_dtype}"
+        yield Scenario(name, partial(backend.gemm_nt, a, b, Epilogue(FP32)), a_dtype == b_dtype)
+        cut = b._replace(values=tensor(14336, 4097, dtype=b_dtype)[:, 1:])
+        yield Scenario(f"{name} without alignment", partial(backend.gemm_nt, a, cut, Epilogue(FP32)), tuned=False)
 
 
 def _products_of_views() -> Iterator[Scenario]:

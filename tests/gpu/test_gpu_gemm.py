@@ -3,6 +3,7 @@
 import golden_vectors as golden
 import kernel_checks as checks
 import pytest
+import row_checks
 import torch
 
 import halfbyte as hb
@@ -155,3 +156,33 @@ def test_products_of_cublas(shape):
         captured = dense.gemm_nt(a, b)
     graph.replay()
     assert torch.equal(y, captured), "the sum depends on the graph"
+
+
+@pytest.mark.parametrize("case", row_checks.CASES, ids=str)
+def test_sums_of_one_row_have_one_order(case):
+    row_checks.check_order(case, "cuda")
+
+
+@pytest.mark.parametrize("check", row_checks.CHECKS, ids=lambda check: check.__name__)
+def test_bits_of_one_row(check):
+    check("cuda")
+
+
+@pytest.mark.parametrize("shape", ((4096, 4096), (14336, 4096), (512, 8192), (4096, 14336), (1001, 30_001)))
+def test_one_row_of_real_size(shape):
+    """As a mean and a token alone are: nearer to fp64 than tensor cores are, the same bits in every run and graph."""
+    N, K = shape
+    a, b = operand(1, K, None), operand(N, K, None)
+    bias = torch.randn(N, device="cuda")
+    y = row_checks.multiplied(a, b, Epilogue(torch.float32))
+    assert torch.equal(y, row_checks.in_order(a.values, b.values))
+    assert checks.relative_error(y, a, b) <= 1e-6
+    y = row_checks.multiplied(a, b, Epilogue(torch.float32, bias))
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = dense.gemm_nt(a, b, Epilogue(torch.float32, bias))
+    graph.replay()
+    assert torch.equal(y, captured) and checks.relative_error(y, a, b, plus=bias[None]) <= 1e-6
+    codes, weight = operand(1, K, hb.NVFP4()), operand(N, K, checks.ROW)
+    for dtype, bound in BOUNDS.items():
+        assert checks.relative_error(row_checks.multiplied(codes, weight, Epilogue(dtype)), codes, weight) <= bound

@@ -14,14 +14,14 @@ TESTS = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(TESTS))
 SAMPLE = (
     "activation", "activation/values", "gradient", "gradient/loops", "six_pair/row_values", "four_candidates",
-    "rotated_64_rows", "stochastic_128/turned", "eden", "grouped/gradient/loops", "sums", "logits",
+    "rotated_64_rows", "stochastic_128/turned", "eden", "grouped/gradient/loops", "sums", "logits", "row",
 )  # fmt: skip
 """Of what rounds, rotates, draws and chooses scales, one each; `make test-targets-full` runs all."""
 OTHERS = {"sm_80": "activation", "sm_89": "gradient", "sm_100": "activation", "sm_120": "six_scaled"}
 """Without FP8, without launches that overlap, with conversions to E2M1, and a case that is in the sample of each."""
 ON_OTHERS = (
     "nearest", "activation", "gradient", "six_scaled", "six_pair", "six_pair/values", "eden", "backward",
-    "rotated_128/turned", "mxfp8", "four_candidates", "eden_128/turned", "sums", "logits",
+    "rotated_128/turned", "mxfp8", "four_candidates", "eden_128/turned", "sums", "logits", "row",
 )  # fmt: skip
 FAULT = """
 import ptx_checks

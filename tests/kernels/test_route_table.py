@@ -101,6 +101,22 @@ def test_products(target):
     assert [s.kernel.removesuffix("_kernel") for s in explained.steps if s.programs] == PRODUCTS[target]
 
 
+@pytest.mark.parametrize("target", PRODUCTS)
+def test_products_of_one_row(target):
+    """Decoded and plain operands have a kernel of their own; what tensor cores read as codes goes there."""
+
+    def kernels(*specs):
+        explained = hb.ops.explain((1, 4096, 4096), *specs, target=target)
+        return [step.kernel.removesuffix("_kernel") for step in explained.steps if step.programs]
+
+    expected = PRODUCTS[target]
+    if "dequantize" in expected:
+        expected = [*expected[:-1], "row_product"]
+    assert kernels(hb.NVFP4(), SPECS["16x16"]) == expected
+    assert kernels(None, None) == ["row_product"]
+    assert kernels(None, SPECS["16x16"]) == ["dequantize", "row_product"]
+
+
 GROUPS = {
     # Tokens: a plan, the amaxes of both orientations, both orientations; a rotation from 32 on by itself.
     ("grouped_quantize", "1x16", "RHT"): ["plan", "packed_amax", "grouped_quantize"],

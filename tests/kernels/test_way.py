@@ -113,6 +113,7 @@ def quantizing_groups() -> Iterator[Callable]:
 def products() -> Iterator[Callable]:
     yield lambda: ops.gemm_nt(stored(), stored())
     yield lambda: ops.gemm_nt(x(16, 4096), x(16, 4096))
+    yield lambda: ops.gemm_nt(x(1), x(16))
 
 
 def grouped_products() -> Iterator[Callable]:

@@ -153,6 +153,8 @@ GEMMS = {
     "out": (hb.NVFP4(), TILE, {"out": 1}),
     "accumulate": (hb.NVFP4(), TILE, {"out": 1, "accumulate": True, "bias": 1}),
     "long": (hb.NVFP4(), TILE, {"K": 4096}),
+    "one row": (None, None, {"M": 1, "K": 1100, "bias": 1, "out": 1, "accumulate": True}),
+    "one row of codes": (hb.NVFP4(), TILE, {"M": 1}),
 }
 
 
@@ -166,10 +168,10 @@ def test_gemm_nt(case, monkeypatch):
         monkeypatch.setattr(dense, "gemm_plan", lambda *given: dataclasses_replace(plan(*given), splits=2))
 
     def call(i):
-        K, made = options.get("K", 48), dict(options)
-        made.pop("K", None)
+        made = dict(options)
+        M, K = made.pop("M", 20), made.pop("K", 48)
         sides = []
-        for spec, rows, seed in ((specs[0], 20, i), (specs[1], 24, i + 7)):
+        for spec, rows, seed in ((specs[0], M, i), (specs[1], 24, i + 7)):
             x = data(seed, rows, K)
             with anew():
                 blocks = None if spec is None else ops.quantize(x, Side(spec))
@@ -177,7 +179,7 @@ def test_gemm_nt(case, monkeypatch):
         if "bias" in made:
             made["bias"] = data(i + 3, 24)
         if "out" in made:
-            made["out"] = data(i + 4, 20, 24, dtype=torch.float32)
+            made["out"] = data(i + 4, M, 24, dtype=torch.float32)
         return ops.gemm_nt(*sides, **made)
 
     check_repeats(call)

@@ -6,8 +6,6 @@ up to summation order. Nothing here looks at the operands' bytes: `unpack.dequan
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import torch
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
@@ -26,9 +24,11 @@ from halfbyte.kernels.gemm.route import (
     is_turned,
     mapped,
 )
+from halfbyte.kernels.gemm.row import row_product
+from halfbyte.kernels.gemm.row_route import RowTile
 from halfbyte.kernels.gemm.tile import (
     Applied,
-    Divisors,
+    Ending,
     FactorKinds,
     Products,
     ProductStrides,
@@ -73,6 +73,8 @@ def gemm_nt(a: Decoded, b: Decoded, epilogue: Epilogue = Epilogue(), *, variant:
     if plan is None:
         products = torch.mm(a.values[:, :K], b.values[:, :K].T, out_dtype=torch.float32)
         combine(products, 1, a, b, epilogue)
+    elif isinstance(plan, RowTile):
+        row_product(plan, row_major(a.values)[:, :K], b.values[:, :K], (target, addend), _ending(a, b, epilogue))
     else:
         if not plan.tma:
             a, b = (side._replace(values=row_major(side.values)) for side in (a, b))
@@ -181,14 +183,6 @@ def _multiply(plan: GemmPlan, a: Tensor, b: Tensor, ends: Ends, ending: Ending) 
 
 def _operand_map(x: Tensor, rows: int, step: int) -> TensorDescriptor:
     return TensorDescriptor.from_tensor(mapped(x), [step, rows] if is_turned(x) else [rows, step])
-
-
-class Ending(NamedTuple):
-    """What `finish` does to a product."""
-
-    applied: Applied
-    by: Divisors
-    kinds: FactorKinds
 
 
 def _ending(a: Decoded, b: Decoded, epilogue: Epilogue) -> Ending:

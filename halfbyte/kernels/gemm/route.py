@@ -13,6 +13,7 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor
 
+from halfbyte.kernels.gemm.row_route import RowTile, row_choice, row_problem
 from halfbyte.kernels.route import Candidate, Choice, Reason, choose_from, fits_all
 from halfbyte.kernels.target import Target, target_of
 from halfbyte.layout import GROUP_COLUMNS, ceil_div, padded_groups
@@ -250,6 +251,7 @@ def _library(_: Product) -> Choice:
 
 
 DENSE = (
+    Candidate("row_product_kernel", row_problem, row_choice, "reads b once, in one launch, whatever its shape"),
     Candidate(LIBRARY, _library_problem, _library, "cuBLAS has tiles that fill the GPU; one pass then scales its sums"),
     Candidate(
         "gemm_tma_kernel", _tma_problem, _tma, "tensor maps, persistent programs; tile and splits by a cost model"
@@ -298,7 +300,7 @@ INVARIANT = (
 
 def gemm_plan(
     a: Tensor, b: Tensor, ends: Ends, K: int, variant: Variant = "auto", batch_invariant: bool = False
-) -> GemmPlan | None:
+) -> GemmPlan | RowTile | None:
     """Choose kernel, tile and number of splits for a [M, >=K], b [N, >=K] and ends [M, N]; None: torch.mm multiplies.
 
     Raises:

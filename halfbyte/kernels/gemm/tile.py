@@ -1,7 +1,8 @@
 """The emulated GEMM: bf16 products with fp32 accumulation, everything else in fp32 before the only rounding.
 
 Two kernels compute tiles of a @ b.T: `gemm_tma_kernel` (persistent, tensor-map loads, sm_90 and later) and
-`gemm_pointer_kernel` (plain loads, sm_80 and later). `combine_kernel` ends a GEMM whose contraction was split.
+`gemm_pointer_kernel` (plain loads, sm_80 and later). `combine_kernel` ends a GEMM whose contraction was split. One row
+has a kernel of its own (`gemm.row`), whose end is `finish` too.
 Shapes: a [M, K], b [N, K], out [M, N].
 """
 
@@ -73,6 +74,14 @@ class FactorKinds(NamedTuple):
 
     a: int
     b: int
+
+
+class Ending(NamedTuple):
+    """What `finish` does to a product."""
+
+    applied: Applied
+    by: Divisors
+    kinds: FactorKinds
 
 
 def divisors(a: float, b: float) -> Divisors:
