@@ -71,7 +71,7 @@ GROUPED: dict[str, tuple[Spec, Spec, tuple[int, int, int]]] = {
 }
 """Of tokens [groups, rows of all, columns], as codes."""
 INTEGER_PIPE = {"FMNMX", "FSEL", "FSETP", "HMNMX2", "IADD3", "ISETP", "LEA", "LOP3", "P2R", "PLOP3", "PRMT", "R2P"}
-INTEGER_PIPE |= {"SEL", "SGXT", "SHF", "VIADD", "VIMNMX", "VIMNMX3"}
+INTEGER_PIPE |= {"SEL", "SGXT", "SHF", "VIADD", "VIADDMNMX", "VIMNMX", "VIMNMX3"}
 LINE = re.compile(r"\s+/\*[0-9a-f]+\*/\s+(.*?)\s*;")
 LABEL = re.compile(r"(\.L_x_\d+):")
 JUMP = re.compile(r"(?P<guard>@!?U?P\w+ )?BRA.*\((?P<label>\.L_x_\d+)\)")
@@ -187,6 +187,7 @@ def taken(lines: Sequence[str], loop: int) -> list[str]:
             not jump["guard"]
             or _is_slow(lines[i:goal])
             or _is_padding(lines[i:goal])
+            or _is_repeated(lines[i:goal])
             or _is_voted(jump["guard"], lines[: i - 1])
         ):
             i = goal
@@ -204,9 +205,16 @@ def _is_last(lines: Sequence[str], i: int, places: Mapping[str, int], left: Mapp
     return False
 
 
+def _is_repeated(lines: Sequence[str]) -> bool:
+    """Whether these hold a whole loop: the candidates of a block whose quick errors lie too close."""
+    starts = {line for line in lines if line.startswith(".L_x_")}
+    jumps = ((i, JUMP.match(line)) for i, line in enumerate(lines))
+    return any(jump and jump["label"] in starts and 4 * lines.index(jump["label"]) < i for i, jump in jumps)
+
+
 def _is_padding(lines: Sequence[str]) -> bool:
     """Whether these clear what pads a group: they wait for the tile's own stores."""
-    return any("BAR.SYNC" in line for line in lines) and not any(line.startswith("LDG") for line in lines)
+    return any("BAR.SYNC" in line for line in lines) and not any(line.startswith(("LDG", "MUFU")) for line in lines)
 
 
 def _is_slow(lines: Sequence[str]) -> bool:

@@ -23,11 +23,13 @@ from halfbyte import ops
 from halfbyte.formats import BlockFormat
 from halfbyte.kernels import backend
 from halfbyte.kernels.quantize import both_route, grouped_route, one
+from halfbyte.kernels.quantize import route as one_route
 from halfbyte.kernels.record import TARGETS
 from halfbyte.layout import Blocks
 from halfbyte.sides import Side, both_sides
 
 SR, RHT, SIX = {"rounding": "stochastic"}, {"rotation": hb.Hadamard()}, {"scaling": hb.FourOverSix(), "e4m3_max": 256.0}
+FOUR = 0.875, 1, 1.25, 1.5
 EDEN = hb.NVFP4(scaling=hb.Eden(), fp4_max=hb.recipes.EDEN_FP4_MAX, e4m3_max=hb.recipes.EDEN_E4M3_MAX)
 SPECS = {
     "nearest": hb.NVFP4(),
@@ -40,9 +42,11 @@ SPECS = {
     "six_scaled": hb.NVFP4(scaling=hb.FourOverSix(error_math="scaled"), e4m3_max=256),
     "six_tiles": hb.NVFP4(**SIX, block=(16, 16)),
     "six_rotated": hb.NVFP4(**SIX, **RHT),
-    "four_candidates": hb.NVFP4(
-        scaling=hb.FourOverSix(error="mse", error_math="scaled", candidates=(0.875, 1, 1.25, 1.5))
-    ),
+    "four_candidates": hb.NVFP4(scaling=hb.FourOverSix(error="mse", error_math="scaled", candidates=FOUR)),
+    "four_exact": hb.NVFP4(scaling=hb.FourOverSix(candidates=FOUR)),
+    "four_squares": hb.NVFP4(scaling=hb.FourOverSix(error="mse", candidates=FOUR), outer="row"),
+    "four_rotated": hb.NVFP4(scaling=hb.FourOverSix(candidates=FOUR), **RHT),
+    "four_tiles": hb.NVFP4(scaling=hb.FourOverSix(error="mse", candidates=FOUR), block=(16, 16)),
     "rotated": hb.NVFP4(**RHT),
     "rotated_32_fresh": hb.NVFP4(rotation=hb.Hadamard(size=32, signs="fresh")),
     "rotated_64_rows": hb.NVFP4(rotation=hb.Hadamard(size=64, signs="-+++"), outer="row"),
@@ -261,6 +265,7 @@ def failing(checks: dict[str, Callable], target: str) -> Iterator[str]:
 def check(case: str, target: str) -> list[str]:
     """Return what differs."""
     torch.use_deterministic_algorithms(True)  # fills what torch.empty returns
+    one_route.QUICK_BLOCKS = 0
     name, _, how = case.partition("/")
     if case == "sums":
         return list(sums(target))

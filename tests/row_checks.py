@@ -21,7 +21,7 @@ from halfbyte.sides import Epilogue
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 KERNEL = "row_product_kernel"
-TILES = (*row_route.ROW_TILES, RowTile(8, 4, 1), RowTile(2, 2, 3), RowTile(1, 1, 1))
+TILES = (row_route.ROW_TILE, RowTile(4, 4, 2), RowTile(8, 4, 1), RowTile(2, 2, 3), RowTile(1, 1, 1))
 """Those that are chosen, and others."""
 
 CASES = (

@@ -11,7 +11,7 @@ from halfbyte import reference
 from halfbyte.functional.mean import bias_with_mean
 from halfbyte.kernels import launch, record
 from halfbyte.kernels.gemm import dense, route
-from halfbyte.kernels.gemm.row_route import ROW_TILES, row_problem, row_tile
+from halfbyte.kernels.gemm.row_route import row_problem
 from halfbyte.kernels.route import choose_from
 from halfbyte.kernels.scenario_values import tensor
 from halfbyte.kernels.target import assumed, nvidia
@@ -82,9 +82,3 @@ def test_what_is_multiplied_so(way, target):
         assert (choose_from(route.DENSE, request).kernel == checks.KERNEL) == (WAYS[way] == "None")
         if a_dtype == b_dtype:  # the other table has bf16 alone
             assert choose_from(route.INVARIANT, request).kernel != checks.KERNEL
-
-
-def test_few_rows_of_b_are_shared_out_among_more_programs():
-    h200 = nvidia(90, 132)
-    assert [row_tile(N, h200).rows for N in (128256, 14336, 4096, 2112, 1024, 1)] == [4, 4, 2, 2, 1, 1]
-    assert {tile.rows for tile in ROW_TILES} == {4, 2, 1}

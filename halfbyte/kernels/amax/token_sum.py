@@ -36,7 +36,7 @@ class SumTile(NamedTuple):
     ahead: int
 
 
-SUM_TILES = (SumTile(512, 4, 2), SumTile(256, 2, 2), SumTile(128, 1, 2))  # the first that fills the GPU, not timed
+SUM_TILES = (SumTile(512, 4, 1), SumTile(256, 2, 1), SumTile(128, 1, 2))  # the first that fills the GPU
 PER_SM = 4  # programs
 INTERPRETED_TILE = SumTile(2048, 1, 1)  # the interpreter pays by the operation
 

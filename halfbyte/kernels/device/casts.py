@@ -328,6 +328,14 @@ def regular_reciprocal(x):
 
 
 @triton.jit
+def quick_reciprocal(x):
+    """Return fp32 1 / x, off by an ulp at most, for |x| between 2^-100 and 2^100, Inf for 0."""
+    if not has_ptx():
+        return tl.where(x == 0, INF, tl.div_rn(x * 0 + 1.0, tl.where(x == 0, 1.0, x)))
+    return tl.inline_asm_elementwise("rcp.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1)
+
+
+@triton.jit
 def quotient(x, d):
     """Return fp32 x / d, rounded to nearest, where x, d and the result lie between 2^-100 and 2^100."""
     if not has_ptx():

@@ -29,6 +29,7 @@ from halfbyte.kernels.device.nearest import (
     signed_values,
     with_signs,
 )
+from halfbyte.kernels.device.quick_errors import quick_choice
 from halfbyte.kernels.device.stochastic import stochastic_word, upper_halves
 from halfbyte.kernels.target import Target, target_of
 from halfbyte.rng import given_sign_bits
@@ -44,6 +45,7 @@ class Rule:  # no NamedTuple: Triton from 3.8 on takes those apart
 
     group: values that a thread quantizes together: 16, or the width of the rotation.
     paired: of a rotation along rows that is twice as wide as group: neighbours have its halves.
+    quick: candidates are compared by `quick_errors`.
     norm: f(1 / sqrt(width)) of a rotation, 0 without one.
     signs: where a rotation that does not draw them negates (`rng.given_sign_bits`).
     candidates: of FourOverSix, else empty.
@@ -85,6 +87,7 @@ class Rule:  # no NamedTuple: Triton from 3.8 on takes those apart
     signs: int = 0
     values: bool = False
     paired: bool = False
+    quick: bool = False
 
     @property
     def joined(self) -> bool:
@@ -316,9 +319,27 @@ def are_regular(factors, RULE: tl.constexpr):
 
 
 @triton.jit
-def best_candidate(xs, block_amax, factors, constants, RULE: tl.constexpr, AXIS: tl.constexpr):
-    """Return `choose_candidate`, which is simpler for errors that `are_regular`."""
-    if RULE.scaled and (RULE.row_amax or not RULE.joined):  # noqa: SIM114  # nothing depends on it
+def standard_scale(block_amax, factors, RULE: tl.constexpr):
+    """Return the scale of section 5 that candidates multiply."""
+    if RULE.packed:  # bf16: right for every value
+        return pm.quotient_by(block_amax, pm.E2M1_MAX, SIXTH) * factors.encode
+    else:
+        return tl.div_rn(block_amax, block_amax * 0 + pm.E2M1_MAX) * factors.encode
+
+
+@triton.jit
+def best_candidate(
+    xs, pairs, block_amax, factors, constants, RULE: tl.constexpr, AXIS: tl.constexpr, APART: tl.constexpr
+):
+    """Return `choose_candidate`, which is simpler for errors that `are_regular`, or `quick_choice`.
+
+    pairs, APART: as signs of `quantize_block`.
+    """
+    if RULE.quick:
+        base = standard_scale(block_amax, factors, RULE)
+        code = quick_choice(xs, pairs, block_amax, base, factors, constants, RULE, AXIS, APART)
+        encode, rounded = encode_scale(pm.e4m3_positive(code), factors, RULE, 1.0), ()
+    elif RULE.scaled and (RULE.row_amax or not RULE.joined):  # noqa: SIM114  # nothing depends on it
         code, encode, rounded = choose_candidate(xs, block_amax, factors, constants, True, RULE, AXIS)
     elif are_regular(factors, RULE):
         code, encode, rounded = choose_candidate(xs, block_amax, factors, constants, True, RULE, AXIS)
@@ -333,10 +354,7 @@ def choose_candidate(xs, block_amax, factors, constants, regular: tl.constexpr, 
 
     The first wins ties and NaN. What they round to: as `candidate_error` returns it.
     """
-    if RULE.packed:  # bf16: right for every value
-        base = pm.quotient_by(block_amax, pm.E2M1_MAX, SIXTH) * factors.encode
-    else:
-        base = tl.div_rn(block_amax, block_amax * 0 + pm.E2M1_MAX) * factors.encode
+    base = standard_scale(block_amax, factors, RULE)
     # Where nothing is too small for it, numbers are 2^-14 times what they are: bits of fp16 that hold codes.
     SMALL: tl.constexpr = RULE.joined and regular and not RULE.values and not (RULE.scaled and RULE.row_amax)
     UNIT: tl.constexpr = 2.0**-14 if SMALL else 1.0
@@ -390,7 +408,9 @@ def pack_codes(xs, signs, START: tl.constexpr, encode, random, RULE: tl.constexp
 
 
 @triton.jit
-def scale_of_block(xs, block_amax, factors, constants, RULE: tl.constexpr, AXIS: tl.constexpr):
+def scale_of_block(
+    xs, signs, block_amax, factors, constants, RULE: tl.constexpr, AXIS: tl.constexpr, APART: tl.constexpr
+):
     """Return the E4M3 code of a block's scale, its encode factor, whether NaN stands for it, and what it rounds to.
 
     The last is that of `choose_candidate`, or nothing; the arguments are those of `quantize_block`.
@@ -409,7 +429,7 @@ def scale_of_block(xs, block_amax, factors, constants, RULE: tl.constexpr, AXIS:
             code = tl.maximum(code, 1)  # no correction would lead away from 0
         encode = encode_scale(pm.e4m3_positive(code), factors, RULE, 1.0)
     else:
-        code, encode, rounded = best_candidate(xs, block_amax, factors, constants, RULE, AXIS)
+        code, encode, rounded = best_candidate(xs, signs, block_amax, factors, constants, RULE, AXIS, APART)
     return code, encode, poison, rounded
 
 
@@ -431,7 +451,7 @@ def quantize_block(
     Returns:
         The 16 codes as int64 and the E4M3 scale as uint8.
     """
-    code, encode, poison, rounded = scale_of_block(xs, block_amax, factors, constants, RULE, AXIS)
+    code, encode, poison, rounded = scale_of_block(xs, signs, block_amax, factors, constants, RULE, AXIS, APART)
     if (RULE.drawn or len(rounded) > 0) and signs is None:
         signs = upper_halves(xs)
     if RULE.eden:
@@ -457,7 +477,7 @@ def quantize_block(
 @triton.jit
 def block_values(xs, block_amax, factors, constants, random, RULE: tl.constexpr, AXIS: tl.constexpr, signs):
     """Return what 16 elements become, decoded, as 8 `bf16_pairs`; arguments as of `quantize_block`, none apart."""
-    code, encode, poison, rounded = scale_of_block(xs, block_amax, factors, constants, RULE, AXIS)
+    code, encode, poison, rounded = scale_of_block(xs, signs, block_amax, factors, constants, RULE, AXIS, False)
     if signs is None:
         signs = upper_halves(xs)
     scale = tl.where(poison, float("nan"), pm.e4m3_positive(code))

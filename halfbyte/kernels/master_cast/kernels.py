@@ -156,7 +156,7 @@ def choose_kernel(
     m = tile_blocks.over_tile(tl.where(m < pm.INF, m, pm.INF), 0)
     poison = m == pm.INF
     m = tl.where(poison, 0.0, m)
-    code, _encode, _rounded = sc.best_candidate(xs, m, factors, constants, RULE, 0)
+    code, _encode, _rounded = sc.best_candidate(xs, None, m, factors, constants, RULE, 0, False)
     code = tl.max(tl.where(poison, dc.E4M3_NAN, code).to(tl.int32), axis=0)
     tile_cols = tl.load(piece + TILE_COLS)
     p_scale = scale_ptr + tl.load(piece + FIRST_TILE) + tile_row * tile_cols + block

@@ -16,6 +16,7 @@ from halfbyte.formats import SWIZZLE_COLS, SWIZZLE_ROWS
 from halfbyte.kernels.amax.route import halved, shares_signs
 from halfbyte.kernels.device import magnitudes as mg
 from halfbyte.kernels.device import scales as sc
+from halfbyte.kernels.device.quick_errors import MOST_CANDIDATES
 from halfbyte.kernels.route import Candidate, Choice, Reason, choose_from, fits_all
 from halfbyte.kernels.target import Target, target_of
 from halfbyte.layout import LINEAR, ceil_div, round_up
@@ -192,7 +193,9 @@ STOCHASTIC_TILE = LineTile(1, 128, 2)
 CANDIDATE_TILE = LineTile(1, 128, 4, loop=4)
 SQUARE_TILE = LineTile(16, 16, 4)
 CANDIDATE_SQUARE_TILE = LineTile(16, 4, 2, loop=8)
-SQUARE_PROGRAMS = 16  # of a multiprocessor: with fewer, programs that go through several tiles leave it waiting
+LOOP_PROGRAMS = 16  # of a multiprocessor: with fewer, programs that go through several tiles leave it waiting
+QUICK_CANDIDATES = 3, MOST_CANDIDATES  # with two it saves 3 to 6 % of large operands
+QUICK_BLOCKS = 1 << 18  # from where on the blocks that need a second decision do not decide when the last one ends
 SWIZZLED_TILE = LineTile(16, 16, 2)
 COL_TILES = {16: LineTile(64, 4, 2, words=2), 32: LineTile(64, 4, 4), 64: LineTile(64, 1, 2), 128: LineTile(64, 2, 4)}
 LONGEST_ROW = 8192
@@ -321,8 +324,8 @@ def _wide(one: OneSide) -> Choice:
     tiles = ceil_div(covered, count) if columns else 1
     full = is_full(lines.x, lines.blocks, lines.swizzled, rule, (count, 1))
     rule = replace(rule, full=full and columns)  # rows are read with masks anyway
-    if rule.full and not rule.candidates and shares_signs(rule):  # beside candidates it saves no registers
-        rule, tiles = halved(rule), tiles * 2
+    if (rule.full or not columns) and not rule.candidates and shares_signs(rule):  # beside candidates it saves nothing
+        rule, tiles, groups = halved(rule), tiles * 2, groups if columns else groups * 2
     programs = tiles * groups if columns else ceil_div(covered * groups, count)
     constants = {
         "RULE": rule,
@@ -377,6 +380,12 @@ def _paired(rule: sc.Rule, lines: Lines, target: Target) -> sc.Rule:
     return paired if target.interpreter or tile.outer == 1 else rule
 
 
+def _is_quick(rule: sc.Rule, blocks: int, target: Target) -> bool:
+    if len(rule.candidates) not in QUICK_CANDIDATES or rule.scaled or rule.decoded or rule.group != 16:
+        return False
+    return target.interpreter or blocks >= QUICK_BLOCKS
+
+
 def _rows(one: OneSide) -> Choice:
     lines, target = in_long_rows(one), target_of(one.x.device)
     rule = sc.rule_of(one.spec, sc.hardware_level(target))
@@ -384,11 +393,12 @@ def _rows(one: OneSide) -> Choice:
     rule = replace(rule, values=rule.decoded and rule.packed and makes_values(one.spec))
     rule = _paired(rule, lines, target)
     groups, rows = _tiled(lines, one.spec, rule)
+    rule = replace(rule, quick=_is_quick(rule, rows * groups, target))
     tile = _row_tile(lines, groups, rule, target.interpreter)
     rule = replace(rule, full=is_full(lines.x, lines.blocks, lines.swizzled, rule, (tile.outer, tile.groups)))
     row_tiles, group_tiles = ceil_div(rows, tile.outer), ceil_div(groups, tile.groups)
-    if rule.tile and rule.candidates:
-        enough = row_tiles * group_tiles // (SQUARE_PROGRAMS * target.multiprocessors)
+    if rule.quick or (rule.tile and rule.candidates):
+        enough = row_tiles * group_tiles // (LOOP_PROGRAMS * target.multiprocessors)
         tile = tile._replace(loop=min(tile.loop, 1 << max(0, enough.bit_length() - 1)))
     down = group_tiles % tile.loop != 0
     loop = tile.loop if not down or row_tiles % tile.loop == 0 else 1

@@ -1,0 +1,76 @@
+"""Scales chosen by quick errors: the bytes of the reference, and how far quick errors are from the defined ones."""
+
+import numpy as np
+import pytest
+import quick_checks as checks
+import torch
+import triton
+import triton.language as tl
+
+from halfbyte.kernels.device import quick_errors as quick
+
+E4M3 = np.array([(8 + m) * 2.0 ** (e - 10) for e in range(1, 16) for m in range(8)][:-1], np.float32)
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype"),
+    [(name, "bf16") for name in checks.SPECS] + [(f"four-{e}", t) for e in ("mae", "mse") for t in ("fp16", "fp32")],
+)
+def test_bytes_are_those_of_the_reference(name, dtype):
+    checks.check_bytes(name, checks.DTYPES[dtype], torch.device("cpu"))
+
+
+@triton.jit
+def quick_error_kernel(x_ptr, step_ptr, out_ptr, SQUARES: tl.constexpr, N: tl.constexpr):
+    """out [N] = the quick error of a block x [16, N] of shifted values and a step [N]."""
+    block = tl.arange(0, N)
+    xs = ()
+    for i in tl.static_range(16):
+        xs = xs + (tl.load(x_ptr + i * N + block),)  # noqa: RUF005  # Triton knows no other way
+    step = tl.load(step_ptr + block)
+    tl.store(out_ptr + block, quick.quick_error(xs, step, quick.pm.quick_reciprocal(step), True, SQUARES))
+
+
+def blocks_near_ties(random, A, unit, scale):
+    """Return |x| [16, N] in fp32: half of it any, half beside the ties between E2M1's numbers, and s [N] in fp64."""
+    s = scale.astype(np.float64) * A / unit
+    ties = random.choice([0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0], (16, scale.size))
+    near = ties * (1 + random.integers(-40, 41, ties.shape) * 2.0**-24)
+    any_value = random.uniform(0, 7.3, ties.shape)
+    return np.where(random.random(ties.shape) < 0.5, near, any_value) * s, s
+
+
+@pytest.mark.parametrize("squares", [False, True])
+def test_quick_errors_keep_their_distance(squares):
+    """Both errors of a million blocks: the defined one in fp32 as section 5 says it, step by step in numpy."""
+    random, worst = np.random.default_rng(3), 0.0
+    relative = (quick.SQUARES_RELATIVE if squares else quick.MAGNITUDES_RELATIVE).value
+    absolute = (quick.SQUARES_ABSOLUTE if squares else quick.MAGNITUDES_ABSOLUTE).value
+    f = np.float32
+    for m8 in (448, 256):
+        for A in np.exp2(random.uniform(-43, 59, 24)).astype(f):
+            unit, N = f(6 * m8), 1 << 13
+            scale = random.choice(E4M3, N)
+            exact, s = blocks_near_ties(random, A, unit, scale)
+            x = exact.astype(f)
+            if A % 2 == 0 or random.random() < 0.5:  # half of them bf16, where ties are exact
+                x = torch.from_numpy(x).bfloat16().float().numpy()
+            S = f(unit / A)
+            D = f(1 / S)
+            encode = (f(1) / (scale * D).astype(f)).astype(f)
+            a = np.minimum((x * encode).astype(f), f(6))
+            binade = np.exp2(np.floor(np.log2(np.maximum(a, 1)))).astype(f)
+            q = (np.round(a / (binade / 2)) * (binade / 2)).astype(f)
+            d = np.abs(((q * scale * A).astype(f) / unit).astype(f) - x)
+            defined = np.zeros(N, f)
+            for i in range(16):
+                defined = defined + (d[i] * d[i] if squares else d[i])
+            shift = f(2.0) ** (-30 - int(np.floor(np.log2(A))))
+            step = (scale * (D * shift * f(2.0**126))).astype(f)
+            out = torch.empty(N)
+            given = torch.from_numpy(x * shift), torch.from_numpy(step)
+            quick_error_kernel[(1,)](*given, out, SQUARES=squares, N=N)
+            unshifted = out.double().numpy() / float(shift) ** (2 if squares else 1)
+            allowed = relative / 2 * unshifted + absolute / 2 * (s**2 if squares else s)
+            worst = max(worst, float((np.abs(unshifted - defined.astype(np.float64)) / allowed).max()))
+    assert 0.05 < worst < 1, "beyond what is taken for certain, or nowhere near it"
