@@ -137,15 +137,15 @@ class _Machine:
             self.memory.append((storage.data_ptr(), storage.nbytes(), view))
 
     def run(self) -> None:
-        """Run all threads; of those that went different ways, those furthest behind go first."""
+        """Run all threads; of those that went different ways, those furthest behind go first, up to a barrier."""
         places = np.zeros(self.total, np.int64)
         end = len(self.program.statements)
         with np.errstate(all="ignore"):
             while True:
-                place = int(places.min())
+                place = self.next_place(places, end)
                 if place >= end:
                     return
-                active = None if int(places.max()) == place else places == place
+                active = None if bool((places == place).all()) else places == place
                 statement = self.program.statements[place]
                 mask = active
                 if statement.guard is not None:
@@ -168,6 +168,15 @@ class _Machine:
                     self.together(active, 32 if "warp" in statement.opcode else self.threads, places < end)
                 self.step(statement, mask)
                 places[where] = place + 1
+
+    def next_place(self, places: np.ndarray, end: int) -> int:
+        """Return the first place of threads that do not wait at a barrier for others; if all wait, the first."""
+        first = int(places.min())
+        if first >= end or not self.program.statements[first].opcode.startswith("bar.") or int(places.max()) == first:
+            return first
+        statements = self.program.statements
+        free = (int(p) for p in np.unique(places) if p < end and not statements[p].opcode.startswith("bar."))
+        return next(free, first)
 
     def together(self, mask: np.ndarray | None, size: int, alive: np.ndarray | None = None) -> None:
         """Refuse an instruction that some of `size` neighbouring threads reach and others, who go on, do not."""

@@ -101,7 +101,8 @@ def check_tiles(device: str) -> None:
     a, b = values(1, K, BF16), values(N, K, BF16)
     for tile in TILES:
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(row_route, "row_tile", lambda N, target, tile=tile: tile)
+            patch.setattr(row_route, "ROW_TILE", tile)
+            patch.setattr(row_route, "INTERPRETED_TILE", tile)
             same(multiplied(Decoded(a.to(device)), Decoded(b.to(device)), Epilogue(FP32)), in_order(a, b))
 
 

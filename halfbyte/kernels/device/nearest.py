@@ -15,14 +15,15 @@ from halfbyte.kernels.device.stochastic import JOIN_SIGNS
 
 # 8 pairs $0 to $7; where a largest value of the warp, $17, reaches 7, they are held below $16 times 6, a limit from
 # 6 / FLT_MAX on: where a scale is so small that encode is FLT_MAX.
+HOLD_PAIRS = (
+    "mul.rn.f32 limit, $16, 0f40C00000; max.f32 limit, limit, 0f00C00000; cvt.rn.bf16x2.f32 pair, limit, limit;"
+    + "".join(f"min.xorsign.abs.bf16x2 ${i}, ${i}, pair;" for i in range(8))
+)
 LIMIT_PAIRS = tl.constexpr(
     "{.reg .pred some; .reg .b32 pair; .reg .f32 limit; setp.geu.f32 some, $17, 0f40E00000;"
-    "vote.sync.any.pred some, some, -1;"
-    "@!some bra $$L_in_range_${:uid}; mul.rn.f32 limit, $16, 0f40C00000; max.f32 limit, limit, 0f00C00000;"
-    "cvt.rn.bf16x2.f32 pair, limit, limit;"
-    + "".join(f"min.xorsign.abs.bf16x2 ${i}, ${i}, pair;" for i in range(8))
-    + "$$L_in_range_${:uid}:}"
+    "vote.sync.any.pred some, some, -1; @!some bra $$L_in_range_${:uid};" + HOLD_PAIRS + "$$L_in_range_${:uid}:}"
 )
+HOLD_ALL_PAIRS = tl.constexpr("{.reg .b32 pair; .reg .f32 limit;" + HOLD_PAIRS + "}")
 EIGHT = tl.constexpr((tl.uint32,) * 8)
 EIGHT_FLOATS = tl.constexpr((tl.float32,) * 8)
 # Which threads of a warp have a value $1 that reaches $2, bits.
@@ -79,6 +80,19 @@ def limited_pairs(pairs, largest, unit):
         LIMIT_PAIRS,
         "=r,=r,=r,=r,=r,=r,=r,=r,0,1,2,3,4,5,6,7,f,f",
         pairs + (unit, largest),
+        dtype=EIGHT,
+        is_pure=True,
+        pack=1,
+    )
+
+
+@triton.jit
+def held_pairs(pairs, unit):
+    """Return `limited_pairs` without a vote: behind a branch that threads take alone there must be none."""
+    return tl.inline_asm_elementwise(
+        HOLD_ALL_PAIRS,
+        "=r,=r,=r,=r,=r,=r,=r,=r,0,1,2,3,4,5,6,7,f",
+        pairs + (unit,),
         dtype=EIGHT,
         is_pure=True,
         pack=1,

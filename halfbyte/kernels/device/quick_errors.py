@@ -39,6 +39,7 @@ NO_STEP = tl.constexpr(2.0**30)  # in place of 0: far below every step, yet valu
 MAGNITUDES_RELATIVE, MAGNITUDES_ABSOLUTE = tl.constexpr(2.0**-17), tl.constexpr(2.0**-12)
 SQUARES_RELATIVE, SQUARES_ABSOLUTE = tl.constexpr(2.0**-14), tl.constexpr(2.0**-14)
 # Below, squares that section 5 adds may underflow; above 2^60 (`Factors.regular`) they may overflow.
+LEAST_REGULAR, MOST_REGULAR = tl.constexpr(2.0**-60), tl.constexpr(2.0**60)  # `Factors.regular`
 LEAST_AMAX = tl.constexpr(2.0**-44)
 
 # A pair of bf16 times a pair of powers of two; the second without signs.
@@ -58,14 +59,11 @@ class Shifted(NamedTuple):
 
 
 class Defined(NamedTuple):
-    """What section 5's errors take: A, D, f(6 * m8), its reciprocal and whether that divides; whether d is squared."""
+    """What section 5's errors take: A, D and f(6 * m8)."""
 
     amax: Any
     decode: Any
     unit: Any
-    inverse_unit: Any
-    regular: Any
-    squares: Any
 
 
 @triton.jit
@@ -78,12 +76,14 @@ def shifted_factors(factors):
 
 
 @triton.jit
-def shifted_values(xs, pairs, shift, SIGNED: tl.constexpr):
-    """Return |x| * shift of 16 elements in any order, of `pairs` if there are such; SIGNED: or x * shift."""
-    out = ()
-    if pairs is None or not has_ptx():
+def shifted_values(pairs, shift, SIGNED: tl.constexpr):
+    """Return |x| * shift of 16 elements of `bf16_pairs`; SIGNED: or x * shift."""
+    if not has_ptx():
+        values = ()
+        xs = pm.unpack_pairs(pairs, 0, 16)
         for i in tl.static_range(16):
-            out = out + (tl.abs(xs[i]) * shift,)
+            values = values + (tl.abs(xs[i]) * shift,)
+        return values
     else:
         words = ()
         both = tl.inline_asm_elementwise(SAME_PAIR, "=r,f", [shift], dtype=tl.uint32, is_pure=True, pack=1)
@@ -94,19 +94,18 @@ def shifted_values(xs, pairs, shift, SIGNED: tl.constexpr):
                 pack=1,
             )  # fmt: skip
             words = words + (word,)
-        out = pm.unpack_pairs(words, 0, 16)
-    return out
+        return pm.unpack_pairs(words, 0, 16)
 
 
 @triton.jit
-def quick_error(xs, step, encode, BEYOND: tl.constexpr, SQUARES: tl.constexpr):
+def quick_error(xs, step, encode, BEYOND: tl.constexpr, SQUARED: tl.constexpr):
     """Return the error of a scale, and of shifted values.
 
     step: s, times shift and 2^126; encode: its reciprocal. BEYOND: some values round beyond the last code.
     """
-    sums = (tl.zeros_like(step), tl.zeros_like(step))
+    even, odd = tl.zeros_like(step), tl.zeros_like(step)
     for i in tl.static_range(16):
-        if SQUARES:
+        if SQUARED:
             a = xs[i] * encode
         else:
             a = pm.scaled_magnitude(xs[i], encode)
@@ -115,31 +114,29 @@ def quick_error(xs, step, encode, BEYOND: tl.constexpr, SQUARES: tl.constexpr):
             held = tl.minimum(a, SIX)
         bits = (held.to(tl.uint32, bitcast=True) + HALF_STEP) & ONE_BIT
         q = bits.to(tl.float32, bitcast=True)
-        if SQUARES:
+        if SQUARED:
             d = tl.fma(q, 0.0 - step, xs[i])
-            sums = (sums[1], tl.fma(d, d, sums[0]))
+            even, odd = odd, tl.fma(d, d, even)
         else:
-            sums = (sums[1], sums[0] + tl.abs(q - a))
-    if SQUARES:
-        return sums[0] + sums[1]
+            even, odd = odd, even + tl.abs(q - a)
+    if SQUARED:
+        return even + odd
     else:
-        return (sums[0] + sums[1]) * step
+        return (even + odd) * step
 
 
 @triton.jit
-def quick_choice(
-    xs, pairs, largest, base, factors, constants, RULE: tl.constexpr, AXIS: tl.constexpr, APART: tl.constexpr
-):
+def quick_choice(pairs, largest, base, factors, constants, RULE: tl.constexpr, AXIS: tl.constexpr, APART: tl.constexpr):
     """Return the code of the scale of least error.
 
     Args:
-        xs: 16 fp32 tensors; pairs, APART: the same as 8 `bf16_pairs`, if there are such, perhaps of elements two apart.
+        pairs: 8 `bf16_pairs`; APART: of elements two apart.
         largest: max |x|, of the tile. base: the standard scale before it is rounded.
         factors, constants: `scales.Factors` and `scales.Constants`.
         AXIS: along which the blocks of a tile lie.
     """
     by = shifted_factors(factors)
-    values = shifted_values(xs, pairs, by.shift, not RULE.squares)
+    values = shifted_values(pairs, by.shift, not RULE.squares)
     COUNT: tl.constexpr = len(RULE.candidates)
     # Bytes of no candidate are the first's once more.
     FIRST: tl.constexpr = 0x01010101 - (0x01010100 & ((1 << 8 * COUNT) - 1))
@@ -172,136 +169,62 @@ def quick_choice(
     else:
         bound = tl.fma(best, 1 + MAGNITUDES_RELATIVE, most * (MAGNITUDES_ABSOLUTE * BLOCKS))
     bound = tl.where(by.moderate, tl.where(beyond < SEVEN, bound, pm.INF), pm.INF)
-    narrow = (codes != (codes & 0xFF) * 0x01010101) & ((second > bound) == 0)
-    defined = defined_of(factors, constants, RULE)
-    return decided_codes(xs, pairs, codes, code_of_best, errors, bound, narrow, defined, RULE, AXIS, APART)
+    differ = codes != (codes & 0xFF) * 0x01010101
+    bound = tl.where(differ & ((second > bound) == 0), bound, -1.0)
+    defined = Defined(factors.amax, factors.decode, constants.unit)
+    return decided_codes(pairs, codes, code_of_best, errors, bound, defined, RULE, AXIS, APART)
 
 
 @triton.jit
-def defined_of(factors, constants, RULE: tl.constexpr):
-    """Return `Defined`."""
-    squares = tl.full((), 1 if RULE.squares else 0, tl.int32)
-    if INTERPRETED:  # decides a tensor of blocks at once, whose rows may differ
-        regular = tl.full((), 0, tl.int32)
-    else:
-        regular = factors.regular.to(tl.int32)
-    return Defined(factors.amax, factors.decode, constants.unit, factors.inverse_unit, regular, squares)
-
-
-@triton.jit
-def decided_codes(
-    xs, pairs, codes, code, errors, bound, narrow, by, RULE: tl.constexpr, AXIS: tl.constexpr, APART: tl.constexpr
-):
-    """Return `code`; where `narrow` is true, that of `codes` whose defined error is the least.
+def decided_codes(pairs, codes, code, errors, bound, by, RULE: tl.constexpr, AXIS: tl.constexpr, APART: tl.constexpr):
+    """Return `code`; where `bound` is not negative, that of `codes` whose defined error is the least.
 
     codes: of all candidates, the first in the low byte. errors: the quick ones, of which those beyond bound are out.
     """
-    COUNT: tl.constexpr = len(RULE.candidates)
-    given = pairs
-    if pairs is None:
-        given = xs
+    # Whether distances are squared, and twice whether pairs are of elements two apart.
+    kinds = tl.full((), (1 if RULE.squares else 0) + (2 if APART else 0), tl.int32)
     if RULE.tile:
-        if tl.max(tl.max(narrow.to(tl.int32), axis=1), axis=0) != 0:
-            code = tl.where(narrow, defined_choice(given, codes, by, RULE, AXIS, APART), code)
+        if tl.max(tl.max((bound >= 0.0).to(tl.int32), axis=1), axis=0) != 0:
+            code = tl.where(bound >= 0.0, defined_choice(pairs, codes, by, kinds, RULE, AXIS), code)
         return code
     elif INTERPRETED:
-        return tl.where(narrow, defined_choice(given, codes, by, RULE, AXIS, APART), code)
+        return tl.where(bound >= 0.0, defined_choice(pairs, codes, by, kinds, RULE, AXIS), code)
     else:
-        for _ in tl.static_range(MOST - COUNT):
+        for _ in tl.static_range(MOST - len(RULE.candidates)):
             errors = errors + (errors[0] + pm.INF,)
-        narrow = narrow.to(tl.int32)
-        if pairs is None:
-            return tl.map_elementwise(code_of_values, *xs, codes, code, narrow, *errors, bound, *by)
-        elif APART:
-            return tl.map_elementwise(code_of_apart, *pairs, codes, code, narrow, *errors, bound, *by)
-        else:
-            return tl.map_elementwise(code_of_pairs, *pairs, codes, code, narrow, *errors, bound, *by)
+        return tl.map_elementwise(contending_code, *pairs, codes, code, *errors, bound, *by, kinds)
 
 
 @triton.jit
-def code_of_values(
-    x0, x1, x2, x3, x4, x5, x6, x7, x8, x9, x10, x11, x12, x13, x14, x15, codes, code, narrow, e0, e1, e2, e3, bound,
-    amax, decode, unit, inverse_unit, regular, squares,
+def contending_code(
+    p0, p1, p2, p3, p4, p5, p6, p7, codes, code, e0, e1, e2, e3, bound, amax, decode, unit, kinds
 ):  # fmt: skip
-    """Return `decided_codes` of one block of fp32 values."""
-    if narrow != 0:
-        xs = (x0, x1, x2, x3, x4, x5, x6, x7, x8, x9, x10, x11, x12, x13, x14, x15)
-        by = Defined(amax, decode, unit, inverse_unit, regular, squares)
-        code = contending_choice(xs, codes, (e0, e1, e2, e3), bound, by, False)
+    """Return `decided_codes` of one block: decide among those whose quick error is not beyond bound, mostly two."""
+    if bound >= 0.0:
+        best = tl.full((), -1.0, tl.float32)
+        by = Defined(amax, decode, unit)
+        for i in range(MOST):
+            quick = tl.where(i == 0, e0, tl.where(i == 1, e1, tl.where(i == 2, e2, e3)))
+            if (quick > bound) == 0:
+                xs = values_of_turn((p0, p1, p2, p3, p4, p5, p6, p7), i, kinds)
+                candidate = (codes >> (8 * i)) & 0xFF
+                error = defined_error(xs, pm.e4m3_positive(candidate), by, kinds)
+                if (error < best) | (best == -1.0):
+                    code, best = candidate, error
     return code
 
 
 @triton.jit
-def code_of_pairs(
-    p0, p1, p2, p3, p4, p5, p6, p7, codes, code, narrow, e0, e1, e2, e3, bound,
-    amax, decode, unit, inverse_unit, regular, squares,
-):  # fmt: skip
-    """Return `decided_codes` of one block of `bf16_pairs`."""
-    if narrow != 0:
-        by = Defined(amax, decode, unit, inverse_unit, regular, squares)
-        code = contending_choice((p0, p1, p2, p3, p4, p5, p6, p7), codes, (e0, e1, e2, e3), bound, by, False)
-    return code
-
-
-@triton.jit
-def code_of_apart(
-    p0, p1, p2, p3, p4, p5, p6, p7, codes, code, narrow, e0, e1, e2, e3, bound,
-    amax, decode, unit, inverse_unit, regular, squares,
-):  # fmt: skip
-    """Return `decided_codes` of one block of `bf16_pairs` of elements two apart."""
-    if narrow != 0:
-        by = Defined(amax, decode, unit, inverse_unit, regular, squares)
-        code = contending_choice((p0, p1, p2, p3, p4, p5, p6, p7), codes, (e0, e1, e2, e3), bound, by, True)
-    return code
-
-
-@triton.jit
-def values_of_turn(xs, i, APART: tl.constexpr):
-    """Return 16 fp32 tensors; of 8 pairs in each turn i of a loop, as in front of it they would take registers."""
-    if len(xs) == 16:
-        return xs
-    else:
-        pairs = ()
-        for k in tl.static_range(8):
-            word = xs[k]
-            if has_ptx():
-                word, turn = tl.broadcast(word, tl.full((), 0, tl.int32) + i)
-                word = tl.inline_asm_elementwise(
-                    "mov.b32 $0, $1;", "=r,r,r", [word, turn], dtype=tl.uint32, is_pure=True, pack=1
-                )
-            pairs = pairs + (word,)
-        values = pm.unpack_pairs(pairs, 0, 16)
-        if APART:
-            values = rotate.apart(values)
-        return values
-
-
-@triton.jit
-def contending_choice(xs, codes, errors, bound, by, APART: tl.constexpr):
-    """Return `defined_choice` of one block among candidates whose quick error is not beyond bound: mostly two."""
-    code = tl.full((), 0, tl.uint32)
-    best = tl.full((), -1.0, tl.float32)
-    for i in range(MOST):
-        quick = tl.where(i == 0, errors[0], tl.where(i == 1, errors[1], tl.where(i == 2, errors[2], errors[3])))
-        if (quick > bound) == 0:
-            candidate = (codes >> (8 * i)) & 0xFF
-            error = defined_error(values_of_turn(xs, i, APART), pm.e4m3_positive(candidate), by)
-            if (error < best) | (best == -1.0):
-                code, best = candidate, error
-    return code
-
-
-@triton.jit
-def defined_choice(xs, codes, by, RULE: tl.constexpr, AXIS: tl.constexpr, APART: tl.constexpr):
+def defined_choice(pairs, codes, by, kinds, RULE: tl.constexpr, AXIS: tl.constexpr):
     """Return that of `codes` whose error, as section 5 defines it, is the least: the first of equals, and of NaN.
 
-    by: a `Defined`. AXIS: along which the blocks of a tile lie.
+    AXIS: along which the blocks of a tile lie.
     """
     code = codes & 0xFF
     best = pm.e4m3_positive(code) * 0.0
     for i in range(len(RULE.candidates)):
         candidate = (codes >> (8 * i)) & 0xFF
-        error = defined_error(values_of_turn(xs, i, APART), pm.e4m3_positive(candidate), by)
+        error = defined_error(values_of_turn(pairs, i, kinds), pm.e4m3_positive(candidate), by, kinds)
         if RULE.tile:
             error = tile_blocks.tree_sum(error, AXIS)
         better = (error < best) | (i == 0)
@@ -311,18 +234,39 @@ def defined_choice(xs, codes, by, RULE: tl.constexpr, AXIS: tl.constexpr, APART:
 
 
 @triton.jit
-def defined_error(xs, scale, by):
+def values_of_turn(pairs, i, kinds):
+    """Return 16 fp32 tensors of 8 pairs, in each turn i of a loop: in front of it they would take registers."""
+    words = ()
+    for k in tl.static_range(8):
+        word = pairs[k]
+        if has_ptx():
+            word, turn = tl.broadcast(word, tl.full((), 0, tl.int32) + i)
+            word = tl.inline_asm_elementwise(
+                "mov.b32 $0, $1;", "=r,r,r", [word, turn], dtype=tl.uint32, is_pure=True, pack=1
+            )
+        words = words + (word,)
+    values = pm.unpack_pairs(words, 0, 16)
+    if kinds >= 2:
+        values = rotate.apart(values)
+    return values
+
+
+@triton.jit
+def defined_error(xs, scale, by, kinds):
     """Return section 5's error_math="exact" of a scale."""
     encode = tl.minimum(pm.reciprocal(scale * by.decode), pm.FLT_MAX)
     error = scale * 0.0
+    inverse_unit = pm.regular_reciprocal(by.unit)
     for i in tl.static_range(16):
         x = tl.abs(xs[i])
         y = (pm.nearest_value(x * encode) * scale) * by.amax
-        if by.regular != 0:
-            d = pm.quotient_by(y, by.unit, by.inverse_unit) - x
+        if INTERPRETED:  # of a tensor of blocks, whose rows may differ
+            d = tl.div_rn(y, y * 0.0 + by.unit) - x
+        elif (by.amax > LEAST_REGULAR) & (by.amax < MOST_REGULAR) & (by.unit >= 1.0):
+            d = pm.quotient_by(y, by.unit, inverse_unit) - x
         else:
             d = tl.div_rn(y, y * 0.0 + by.unit) - x
-        if by.squares != 0:
+        if kinds % 2 == 1:
             error += d * d
         else:
             error += tl.abs(d)

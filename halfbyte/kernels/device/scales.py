@@ -21,6 +21,7 @@ from halfbyte.kernels.device.e2m1_conversion import E2M1_CAPABILITY, converted_w
 from halfbyte.kernels.device.e2m1_values import value_pairs
 from halfbyte.kernels.device.nearest import (
     codes_of_numbers,
+    held_pairs,
     limited_pairs,
     limited_values,
     nearest_numbers,
@@ -45,7 +46,7 @@ class Rule:  # no NamedTuple: Triton from 3.8 on takes those apart
 
     group: values that a thread quantizes together: 16, or the width of the rotation.
     paired: of a rotation along rows that is twice as wide as group: neighbours have its halves.
-    quick: candidates are compared by `quick_errors`.
+    errors: "exact" or "scaled", by which candidates are compared; "quick": exact ones by `quick_errors`.
     norm: f(1 / sqrt(width)) of a rotation, 0 without one.
     signs: where a rotation that does not draw them negates (`rng.given_sign_bits`).
     candidates: of FourOverSix, else empty.
@@ -73,7 +74,7 @@ class Rule:  # no NamedTuple: Triton from 3.8 on takes those apart
     fresh: bool
     candidates: tuple[float, ...]
     squares: bool
-    scaled: bool
+    errors: str
     hardware: int
     element: str = ""
     decoded: bool = False
@@ -87,7 +88,6 @@ class Rule:  # no NamedTuple: Triton from 3.8 on takes those apart
     signs: int = 0
     values: bool = False
     paired: bool = False
-    quick: bool = False
 
     @property
     def joined(self) -> bool:
@@ -148,7 +148,7 @@ def hardware_of(device: torch.device) -> int:
 def rule_of(spec: Spec, hardware: int) -> Rule:
     """Return what kernels are compiled for; hardware: as in `Rule`."""
     if isinstance(spec, MXFP8):
-        return Rule("nearest", False, False, spec.block_length, 0.0, False, (), False, False, hardware, spec.element)
+        return Rule("nearest", False, False, spec.block_length, 0.0, False, (), False, "", hardware, spec.element)
     chosen = isinstance(spec.scaling, FourOverSix)
     return Rule(
         rounding=spec.rounding,
@@ -159,7 +159,7 @@ def rule_of(spec: Spec, hardware: int) -> Rule:
         fresh=spec.needs_sign_rng,
         candidates=tuple(map(f32, spec.scaling.candidates)) if chosen else (),
         squares=chosen and spec.scaling.error == "mse",
-        scaled=chosen and spec.scaling.error_math == "scaled",
+        errors=spec.scaling.error_math if chosen else "",
         hardware=hardware,
         eden=isinstance(spec.scaling, Eden),
         drawn=spec.needs_rng,
@@ -266,7 +266,7 @@ def candidate_error(
     more = 2 * (y15 - y1). Written as q * more + p * (y1 - more), only an exact sum is left to round.
     """
     error = tl.zeros_like(scale)
-    if not RULE.scaled and regular:
+    if RULE.errors != "scaled" and regular:
         one = pm.quotient_by(scale * factors.amax, constants.unit, factors.inverse_unit)
         half_more = pm.quotient_by((scale * 1.5) * factors.amax, constants.unit, factors.inverse_unit) - one
         more = half_more * 2.0
@@ -286,7 +286,7 @@ def candidate_error(
             else:
                 q = pm.nearest_value(qs[i])
             rounded = rounded + (q,)
-            if RULE.scaled:
+            if RULE.errors == "scaled":
                 d = tl.fma(q, scale, x * -factors.encode)  # the product is exact
             elif regular:
                 power = (q.to(tl.uint32, bitcast=True) & 0x7F800000).to(tl.float32, bitcast=True)
@@ -335,11 +335,11 @@ def best_candidate(
 
     pairs, APART: as signs of `quantize_block`.
     """
-    if RULE.quick:
+    if RULE.errors == "quick":
         base = standard_scale(block_amax, factors, RULE)
-        code = quick_choice(xs, pairs, block_amax, base, factors, constants, RULE, AXIS, APART)
+        code = quick_choice(pairs, block_amax, base, factors, constants, RULE, AXIS, APART)
         encode, rounded = encode_scale(pm.e4m3_positive(code), factors, RULE, 1.0), ()
-    elif RULE.scaled and (RULE.row_amax or not RULE.joined):  # noqa: SIM114  # nothing depends on it
+    elif RULE.errors == "scaled" and (RULE.row_amax or not RULE.joined):  # noqa: SIM114  # nothing depends on it
         code, encode, rounded = choose_candidate(xs, block_amax, factors, constants, True, RULE, AXIS)
     elif are_regular(factors, RULE):
         code, encode, rounded = choose_candidate(xs, block_amax, factors, constants, True, RULE, AXIS)
@@ -356,7 +356,8 @@ def choose_candidate(xs, block_amax, factors, constants, regular: tl.constexpr, 
     """
     base = standard_scale(block_amax, factors, RULE)
     # Where nothing is too small for it, numbers are 2^-14 times what they are: bits of fp16 that hold codes.
-    SMALL: tl.constexpr = RULE.joined and regular and not RULE.values and not (RULE.scaled and RULE.row_amax)
+    SCALED_ROWS: tl.constexpr = RULE.errors == "scaled" and RULE.row_amax
+    SMALL: tl.constexpr = RULE.joined and regular and not RULE.values and not SCALED_ROWS
     UNIT: tl.constexpr = 2.0**-14 if SMALL else 1.0
     for i in tl.static_range(len(RULE.candidates)):
         code = pm.e4m3_code(base * RULE.candidates[i], RULE.hardware)
@@ -465,7 +466,11 @@ def quantize_block(
         high = with_signs(high, pm.part(signs, 4, 4), APART).to(tl.int64)
     else:
         if RULE.joined and signs is not None:
-            signs = limited_pairs(signs, block_amax * encode, pm.e4m3_positive(code) * factors.decode)
+            unit = pm.e4m3_positive(code) * factors.decode
+            if RULE.errors == "quick":
+                signs = held_pairs(signs, unit)
+            else:
+                signs = limited_pairs(signs, block_amax * encode, unit)
             xs = pm.unpack_pairs(signs, 0, 16)
             if APART:
                 xs = rotate.apart(xs)

@@ -381,7 +381,10 @@ def _paired(rule: sc.Rule, lines: Lines, target: Target) -> sc.Rule:
 
 
 def _is_quick(rule: sc.Rule, blocks: int, target: Target) -> bool:
-    if len(rule.candidates) not in QUICK_CANDIDATES or rule.scaled or rule.decoded or rule.group != 16:
+    """Whether `quick_errors` serve the errors of candidates: of pairs, so many that they pay."""
+    if len(rule.candidates) not in QUICK_CANDIDATES or rule.errors != "exact" or rule.decoded or rule.group != 16:
+        return False
+    if not rule.packed and not rule.norm:
         return False
     return target.interpreter or blocks >= QUICK_BLOCKS
 
@@ -393,11 +396,12 @@ def _rows(one: OneSide) -> Choice:
     rule = replace(rule, values=rule.decoded and rule.packed and makes_values(one.spec))
     rule = _paired(rule, lines, target)
     groups, rows = _tiled(lines, one.spec, rule)
-    rule = replace(rule, quick=_is_quick(rule, rows * groups, target))
+    if _is_quick(rule, rows * groups, target):
+        rule = replace(rule, errors="quick")
     tile = _row_tile(lines, groups, rule, target.interpreter)
     rule = replace(rule, full=is_full(lines.x, lines.blocks, lines.swizzled, rule, (tile.outer, tile.groups)))
     row_tiles, group_tiles = ceil_div(rows, tile.outer), ceil_div(groups, tile.groups)
-    if rule.quick or (rule.tile and rule.candidates):
+    if rule.errors == "quick" or (rule.tile and rule.candidates):
         enough = row_tiles * group_tiles // (LOOP_PROGRAMS * target.multiprocessors)
         tile = tile._replace(loop=min(tile.loop, 1 << max(0, enough.bit_length() - 1)))
     down = group_tiles % tile.loop != 0
