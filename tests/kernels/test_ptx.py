@@ -14,7 +14,7 @@ TESTS = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(TESTS))
 SAMPLE = (
     "activation", "activation/values", "gradient", "gradient/loops", "six_pair/row_values", "four_candidates",
-    "four_exact", "four_squares", "rotated_64_rows", "stochastic_128/turned", "eden", "grouped/gradient/loops", "sums", "logits", "row",
+    "four_exact", "rotated_64_rows", "stochastic_128/turned", "eden", "grouped/gradient/loops", "sums", "logits", "row",
 )  # fmt: skip
 """Of what rounds, rotates, draws and chooses scales, one each; `make test-targets-full` runs all."""
 OTHERS = {"sm_80": "activation", "sm_89": "gradient", "sm_100": "activation", "sm_120": "six_scaled"}
