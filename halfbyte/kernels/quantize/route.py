@@ -195,7 +195,7 @@ SQUARE_TILE = LineTile(16, 16, 4)
 CANDIDATE_SQUARE_TILE = LineTile(16, 4, 2, loop=8)
 LOOP_PROGRAMS = 16  # of a multiprocessor: with fewer, programs that go through several tiles leave it waiting
 QUICK_CANDIDATES = 3, MOST_CANDIDATES  # with two it saves 3 to 6 % of large operands
-QUICK_BLOCKS = 1 << 18  # from where on the blocks that need a second decision do not decide when the last one ends
+QUICK_BLOCKS = 1 << 18  # a smaller operand waits for the second decision of its last block
 SWIZZLED_TILE = LineTile(16, 16, 2)
 COL_TILES = {16: LineTile(64, 4, 2, words=2), 32: LineTile(64, 4, 4), 64: LineTile(64, 1, 2), 128: LineTile(64, 2, 4)}
 LONGEST_ROW = 8192
