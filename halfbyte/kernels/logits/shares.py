@@ -18,9 +18,9 @@ WHOLE = tl.constexpr(8388608.0)  # 2^23: from here on fp32 has integers alone
 
 
 @triton.jit
-def load_logits(row_ptr, col, width, stride_c):
+def load_logits(at_ptr, is_inside):
     """Return fp32 logits, -inf outside."""
-    return pm.to_fp32(tl.load(row_ptr + col.to(tl.int64) * stride_c, mask=col < width, other=float("-inf")))
+    return pm.to_fp32(tl.load(at_ptr, mask=is_inside, other=float("-inf")))
 
 
 @triton.jit
@@ -37,7 +37,8 @@ def logit_peak_kernel(logits_ptr, peak_ptr, width, stride_r, stride_c, C: tl.con
     row_ptr = logits_ptr + token.to(tl.int64) * stride_r
     most = tl.full((C,), float("-inf"), tl.float32)
     for start in range(0, width, C):
-        x = load_logits(row_ptr, start + tl.arange(0, C), width, stride_c)
+        col = start + tl.arange(0, C)
+        x = load_logits(row_ptr + col.to(tl.int64) * stride_c, col < width)
         most = tl.maximum(most, tl.where(x != x, float("inf"), x))
     tl.store(peak_ptr + token, tl.max(most))
 
@@ -54,7 +55,8 @@ def logit_sums_kernel(
     peak = tl.load(peak_ptr + token)
     total = tl.zeros((C,), tl.int64)
     for start in range(0, tl.where(peak - peak == 0.0, width, 0), C):  # of a peak that is not finite nothing is read
-        x = load_logits(row_ptr, start + tl.arange(0, C), width, stride_c)
+        col = start + tl.arange(0, C)
+        x = load_logits(row_ptr + col.to(tl.int64) * stride_c, col < width)
         total += rounded(tl.exp(x - peak) * unit)
     column = tl.load(targets_ptr + token) - first  # of no target it is negative
     is_here = (column >= 0) & (column < width)
@@ -77,10 +79,10 @@ def logit_gradient_kernel(
     column = tl.load(targets_ptr + token) - first  # of no target it is negative
     for start in range(0, width, C):
         col = start + tl.arange(0, C)
-        share = tl.exp(load_logits(row_ptr, col, width, stride_c) - log_sum)
+        at_ptr = row_ptr + col.to(tl.int64) * stride_c  # once: a second time for the store spills on sm_120
+        share = tl.exp(load_logits(at_ptr, col < width) - log_sum)
         gradient = tl.where(col == column, share - 1.0, share) * scale
-        out_ptr = row_ptr + col.to(tl.int64) * stride_c
-        tl.store(out_ptr, dc.cast(gradient, logits_ptr.dtype.element_ty), mask=col < width)
+        tl.store(at_ptr, dc.cast(gradient, logits_ptr.dtype.element_ty), mask=col < width)
 
 
 def logit_peak(logits: Tensor) -> Tensor:
