@@ -12,7 +12,7 @@
 #   make test-nccl   several processes with a GPU each, over NCCL: what ranks share of layers, experts and FSDP2, with this machine's own
 #                       python3; TEST_ARGS='--on cpu' runs them over gloo, to see that the tests work
 #   make test-integrations   exports, models and loops of transformers; packages of others read what this one writes (installed into .venv);
-#                       test-integrations-full: with 200 steps of torchtitan on two ranks
+#                       test-integrations-full: with 200 steps of torchtitan on two ranks, and its spmd_types with torch 2.15
 #   make check       ruff, pyrefly, import-linter      make docs       the documentation into site/
 #   make test-docs   every code block, example, link and figure of the documentation, and the site, strict
 #   make test-browser   pages of `halfbyte report` and of the documentation in Chromium (apt-get install -y chromium)
@@ -96,6 +96,12 @@ $(NEXT).stamp: $(VENV)/setup.stamp tests/scale/torch-2.15.txt
 
 torch-next: $(NEXT).stamp
 
+# torchtitan's spmd_types on several ranks needs an FSDP2 that holds plain parts.
+$(NEXT)/titan.stamp: $(NEXT).stamp tests/clients/torchtitan.txt tests/clients/torchtitan-2.15.txt
+	$(NEXT)/bin/python -m pip install --quiet --disable-pip-version-check --requirement tests/clients/torchtitan-2.15.txt
+	$(NEXT)/bin/python -m pip install $(APART) --target $(NEXT)/peers/torchtitan --requirement tests/clients/torchtitan.txt
+	@touch $@
+
 test-distributed-next: torch-next
 	PYTHONPATH=. OMP_NUM_THREADS=1 $(NEXT)/bin/python -m pytest $(NEXT_TESTS) -k $(NEXT_SAMPLE) --timeout 300 -q $(TEST_ARGS)
 
@@ -123,8 +129,9 @@ test-integrations: $(VENV)/integrations.stamp
 	PYTHONPATH=$(OLDER) OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/clients/test_families.py tests/clients/test_trainer.py tests/integrations/test_device_map.py -n $(JOBS) --dist worksteal --timeout 300 -q $(TEST_ARGS)
 
 # What takes minutes, one after another, with what it measured.
-test-integrations-full: test-integrations
+test-integrations-full: test-integrations $(NEXT)/titan.stamp
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/clients -m full -rP --show-capture=stdout -q $(TEST_ARGS)
+	PYTHONPATH=. OMP_NUM_THREADS=1 $(NEXT)/bin/python -m pytest tests/clients/test_torchtitan_types.py --timeout 600 -q $(TEST_ARGS)
 
 test-docs: $(VENV)/docs.stamp
 	OMP_NUM_THREADS=1 NO_MKDOCS_2_WARNING=1 $(BIN)/python -m pytest tests/docs -n $(JOBS) --dist loadfile --timeout 300 -q $(TEST_ARGS)

@@ -99,22 +99,54 @@ def as_parts(outputs: Sequence[Tensor], places: Lying) -> tuple[Tensor, ...]:
 
 
 class _Own(torch.autograd.Function):
-    """What is here of a DTensor; its gradient lies alike."""
+    """What is here of a DTensor; its gradient lies as said."""
 
     @staticmethod
-    def forward(ctx: Any, t: Any) -> Tensor:
-        ctx.spec = t._spec
+    def forward(ctx: Any, t: Any, place: Placement) -> Tensor:
+        ctx.spec, ctx.place = t._spec, place
         ctx.set_materialize_grads(False)
         return t._local_tensor.view_as(t._local_tensor)
 
     @staticmethod
-    def backward(ctx: Any, own: Tensor | None) -> Tensor | None:
-        return _as_gradient(own, ctx.spec, ctx.spec.placements)
+    def backward(ctx: Any, own: Tensor | None) -> tuple[Tensor | None, None]:
+        return _as_gradient(own, ctx.spec, (ctx.place,)), None
 
 
-def part_here(t: Any) -> Tensor:
-    """Return what is here of a DTensor whose gradient lies alike: `to_local`, without its long way back."""
-    return _Own.apply(t) if torch.is_grad_enabled() else t.to_local()
+def part_here(t: Any, gradient: Placement | None = None) -> Tensor:
+    """Return what is here of a DTensor: `to_local`, without its long way back.
+
+    Args:
+        t: on a mesh of one dimension.
+        gradient: how its gradient lies; as t does for None.
+    """
+    return _Own.apply(t, t.placements[0] if gradient is None else gradient) if torch.is_grad_enabled() else t.to_local()
+
+
+class _Told(torch.autograd.Function):
+    """A plain tensor as the DTensor of which it is a part; its gradient is what is here of one that lies as said."""
+
+    @staticmethod
+    def forward(ctx: Any, t: Tensor, spec: DTensorSpec, place: Placement) -> Tensor:
+        ctx.place = place
+        ctx.set_materialize_grads(False)
+        return _wrapped(t.detach(), spec)
+
+    @staticmethod
+    def backward(ctx: Any, whole: Any) -> tuple[Tensor | None, None, None]:
+        return _part(whole, ctx.place), None, None
+
+
+def as_part(t: Tensor, mesh: DeviceMesh, place: Placement, shape: torch.Size, gradient: Placement) -> Any:
+    """Return a plain tensor as the DTensor of which it is this rank's part, whoever says so: nobody is asked.
+
+    Args:
+        t: what is here.
+        mesh: of one dimension.
+        place, shape: of the DTensor.
+        gradient: what part the gradient is that t receives: `DTensor.from_local` would sum one that is partial.
+    """
+    spec = DTensorSpec(mesh, (place,), tensor_meta=TensorMeta(shape, strides_of(shape), t.dtype))
+    return _Told.apply(t, spec, gradient) if torch.is_grad_enabled() and t.requires_grad else _wrapped(t.detach(), spec)
 
 
 def _as_gradient(own: Tensor | None, spec: Any, places: tuple[Placement, ...]) -> Tensor | None:

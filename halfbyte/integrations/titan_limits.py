@@ -10,16 +10,21 @@ from halfbyte.spec import Recipe
 
 def refuse_parallelism(parallel_dims: Any) -> None:
     """Raise ValueError for parallelisms of torchtitan under which a layer would quantize other bytes."""
-    if parallel_dims.tp > 1 and parallel_dims.spmd_backend == "spmd_types":
-        raise ValueError(
-            f"parallelism.tensor_parallel_degree={parallel_dims.tp} with spmd_backend='spmd_types': layers would see "
-            "this rank's part of a weight as if it were whole, and quantize it with an amax of its own; use "
-            "'partial_dtensor', which says what is a part"
-        )
     if parallel_dims.spmd_backend == "full_dtensor":
         raise ValueError(
             "parallelism.spmd_backend='full_dtensor': layers with a recipe multiply plain tensors, which it turns into "
             "DTensors; use 'spmd_types' or 'partial_dtensor'"
+        )
+
+
+def refuse_compiled(parallel_dims: Any, compiled: Any) -> None:
+    """Raise ValueError where blocks would be compiled in one graph with layers whose ranks ask each other."""
+    if parallel_dims.tp > 1 and compiled.enable and "model" in compiled.components:
+        raise ValueError(
+            f"compile.components={list(compiled.components)} with "
+            f"parallelism.tensor_parallel_degree={parallel_dims.tp}: torchtitan compiles every block as one graph, and "
+            "ranks that share layers with a recipe find what they share outside of it; leave 'model' out of "
+            "compile.components"
         )
 
 

@@ -30,9 +30,17 @@ from torchtitan.trainer import Trainer
 import halfbyte.nn as hb_nn
 from halfbyte import ops
 from halfbyte.convert import high_precision
+from halfbyte.distributed.plain_parts import PlainParts
 from halfbyte.integrations.other_recipes import recipe_difference
-from halfbyte.integrations.titan_limits import changes_by_step, refuse_experts, refuse_graphs, refuse_parallelism
+from halfbyte.integrations.titan_limits import (
+    changes_by_step,
+    refuse_compiled,
+    refuse_experts,
+    refuse_graphs,
+    refuse_parallelism,
+)
 from halfbyte.integrations.titan_pipeline import data_rank, follow_pipeline, layers_of_run
+from halfbyte.integrations.titan_types import UntypedHooks, learn_types, multiplied
 from halfbyte.nn.grouped import GroupedRecipe
 from halfbyte.nn.streams import FollowsRecipe, name_layers
 from halfbyte.policy import Keep, kept_layers, matches, unmatched_names
@@ -60,6 +68,8 @@ _NO_STATE = (
 class RecipeLinear(hb_nn.Linear, Linear):
     """torchtitan's Linear whose GEMMs follow a recipe: hb.nn.Linear built from a config."""
 
+    as_part: PlainParts | None = None
+
     @dataclass(kw_only=True, slots=True)
     class Config(Linear.Config):
         recipe: str = "nvfp4"
@@ -75,7 +85,7 @@ class RecipeLinear(hb_nn.Linear, Linear):
         self.recipe = read_recipe(config.recipe)
 
     def forward(self, input: Tensor) -> Tensor:  # torchtitan wraps it and hands over every argument that it names
-        return super().forward(input)
+        return super().forward(input) if self.as_part is None else self.as_part.output(super().forward, input)
 
     def place(self, call: int = 0, device: torch.device | None = None) -> Any:
         _check_state(self)
@@ -83,6 +93,8 @@ class RecipeLinear(hb_nn.Linear, Linear):
 
     def parallelize(self, parallel_dims: Any) -> None:
         refuse_parallelism(parallel_dims)
+        if parallel_dims.spmd_backend == "spmd_types":
+            learn_types(self, parallel_dims)
         super().parallelize(parallel_dims)
 
 
@@ -130,7 +142,7 @@ class RecipeExperts(GroupedExperts):
         self._next += 1
         if not product.recipe.specs:
             return super()._grouped_mm(A=A, B_t=B_t, offs=offs)
-        return product(A, B_t.transpose(-2, -1), offs)
+        return multiplied(product, A, B_t.transpose(-2, -1), offs)
 
     def parallelize(self, parallel_dims: Any) -> None:
         refuse_parallelism(parallel_dims)
@@ -173,6 +185,7 @@ class RunStateCheckpoints(CheckpointManager):
         trainer = states["train_state"]
         dims = trainer.parallel_dims
         refuse_parallelism(dims)
+        refuse_compiled(dims, trainer.config.compile)
         layers = layers_of_run(model_parts, trainer.model_config, dims.pp)
         refuse_graphs(config.schedule, [layer.recipe for layer in layers.values()], trainer.config.training)
         self.run_state = RunState(config.seed, parse_schedule(config.schedule, trainer.config.training.steps))
@@ -182,7 +195,7 @@ class RunStateCheckpoints(CheckpointManager):
         if dims.pp > 1:
             follow_pipeline(trainer.pp_schedule, self.run_state, trainer.num_pipeline_parallel_microbatches)
         else:
-            self.run_state.follow(model_parts[0])
+            UntypedHooks(self.run_state, model_parts[0])
         self._layers = nn.ModuleList(layers.values())
         if config.evaluation == EVALUATIONS[0]:
             for part in model_parts:
@@ -270,8 +283,8 @@ def quantize_config_(
     The linear layers and routed experts of the model are replaced by the rules of `hb.quantize_`: by default all but
     heads, routers and the last 15 % of the blocks. The RunState advances with every micro-batch, each rank draws bits
     of its own, checkpoints hold it; selective activation checkpointing keeps what is quantized. FSDP2, HSDP, pipelines,
-    context, expert and tensor parallelism are torchtitan's (the last with spmd_backend="partial_dtensor" and no routed
-    experts in a recipe).
+    context, expert and tensor parallelism are torchtitan's (the last with no routed experts in a recipe, and no
+    compiled blocks).
 
     Args:
         config: what a function such as llama3_8b() returned; it is changed, its model config is replaced by a copy.

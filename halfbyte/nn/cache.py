@@ -319,6 +319,8 @@ def cache_weights(
             raise ValueError("model: its weights are cached already; release that cache first")
         if any(isinstance(source.weight, DTensor) for source in sources.values()):
             raise ValueError("model: its weights are sharded (DTensor); only whole weights can be cached")
+        if getattr(module, "as_part", None) is not None:
+            raise ValueError("model: ranks share its layers, and hold parts of weights; only whole ones can be cached")
         computes_in = dtype or _forward_dtype(sources)
         check_value_dtype("dtype", computes_in, "name the dtype that forwards compute in, such as torch.bfloat16")
     _check_held(found, optimizers)

@@ -56,7 +56,7 @@ class GroupAmax:
 
 def _held(layer: LinearLayer, x: Any) -> list[Tensor]:
     """Return x and the weights of a layer's group, each with the part that is here behind it."""
-    wholes: list[Any] = [x, *[member.weight for member in layer.amax_group]]
+    wholes: list[Any] = [x, *[member.look() for member in layer.amax_group]]
     return [t for whole in wholes for t in (whole, whole._local_tensor)]
 
 

@@ -56,6 +56,14 @@ class LinearLayer(FollowsRecipe):
     """Returns what a forward multiplies by, given the parameter; raises where that is not as somebody promised: codes
     that were gathered."""
 
+    as_part: Callable[[str, Any], Any] | None = None
+    """Returns the parameter of a name, given it, as the DTensor of which it is this rank's part, where another library
+    keeps plain parts."""
+
+    def look(self) -> Any:
+        """Return the weight past autograd, for what is not multiplied: its kind, its place, its amax."""
+        return self.weight if self.as_part is None else self.as_part("weight", self.weight.detach())
+
     def adopt(self, recipe: Recipe | str, state: RunState | None) -> None:
         super().adopt(recipe, state)
         self.amax_group: tuple[LinearLayer, ...] = ()
@@ -281,7 +289,7 @@ def gather(x: Tensor, layers: Sequence[LinearLayer], call: int, *, in_pass: bool
         if layer.before_use is not None and not torch.compiler.is_compiling():
             layer.before_use()
     weights = [weight_of(layer) for layer in layers]  # once: a parametrization computes it
-    biases, is_plain = [layer.bias for layer in layers], type(x) in PLAIN
+    biases, is_plain = [_bias_of(layer) for layer in layers], type(x) in PLAIN
     for layer, weight, bias in zip(layers, weights, biases, strict=True):
         if not (is_plain and type(weight) in PLAIN) and layer.recipe.specs and not are_sharded(x, weight, bias):
             refuse_foreign((("x", x), ("its weight", weight), ("its bias", bias)), layer)
@@ -311,6 +319,8 @@ def gather(x: Tensor, layers: Sequence[LinearLayer], call: int, *, in_pass: bool
 def weight_of(layer: Any) -> Any:
     """Return what the forward of a layer reads as its weight."""
     weight = layer.weight
+    if layer.as_part is not None:
+        return layer.as_part("weight", weight)
     if torch.compiler.is_compiling() and isinstance(weight, PrimaryWeight):  # not asking who promised: each has another
         if in_graph(weight, layer.recipe):
             return weight
@@ -323,6 +333,10 @@ def weight_of(layer: Any) -> Any:
 
         return eagerly(layer.weight_to_read, (layer, weight), {})
     return layer.weight_to_read(layer, weight)
+
+
+def _bias_of(layer: LinearLayer) -> Any:
+    return layer.bias if layer.as_part is None or layer.bias is None else layer.as_part("bias", layer.bias)
 
 
 def _as_rows(layer: LinearLayer, tensor: Any) -> Any:
@@ -347,10 +361,10 @@ def has_hooks(module: nn.Module) -> bool:
 
 def _are_whole_groups(layers: Sequence[LinearLayer]) -> bool:
     """Whether ranks hold parts of the weights of whole groups, so that a pass of all layers finds their amax."""
-    if type(layers[0].weight) in PLAIN or not layers[0].amax_group or torch.compiler.is_compiling():
+    if type(layers[0].look()) in PLAIN or not layers[0].amax_group or torch.compiler.is_compiling():
         return False
     for layer in layers:
-        weight: Any = layer.weight
+        weight = layer.look()
         if not is_sharded(weight) or not weight.placements[0].is_shard():
             return False
         if not layer.amax_group or any(member not in layers for member in layer.amax_group):
@@ -385,7 +399,7 @@ def _weight_amaxes(
         first = module.amax_group[0]
         amax = next((amax for other, amax in known if other is first), None)
         if amax is None:
-            if type(module.weight) in PLAIN:
+            if type(module.look()) in PLAIN:
                 _check_siblings(module)
                 amax = shared_amax(module, dtype)
             else:
@@ -397,7 +411,7 @@ def _weight_amaxes(
 
 def _amax_of_sharded(x: Any, module: LinearLayer, dtype: torch.dtype | None, in_parts: bool) -> Tensor:
     """Return the amax of a module's group, of whose weights ranks hold parts, or of the parts that are here."""
-    is_kept = not in_parts and are_sharded(x, *[member.weight for member in module.amax_group])
+    is_kept = not in_parts and are_sharded(x, *[member.look() for member in module.amax_group])
     if not is_kept or torch.compiler.is_compiling():
         _check_siblings(module)
         return shared_amax(module, dtype, is_part=in_parts)
@@ -412,14 +426,15 @@ def _amax_of_sharded(x: Any, module: LinearLayer, dtype: torch.dtype | None, in_
 
 def _check_siblings(module: LinearLayer) -> None:
     """Raise ValueError where the shared amax of `module` needs weights that are not there with its own."""
-    weights = [member.weight for member in module.amax_group]
+    weights = [member.look() for member in module.amax_group]
     where = module.weight.device
     if PLAIN.issuperset(map(type, weights)) and not [weight for weight in weights if weight.device != where]:
         return
     for member in module.amax_group:
         if not is_sharded(member.weight):
             refuse_foreign((("its weight", member.weight),), member)
-    absent = [member.title for member in module.amax_group if not _is_held_alike(member.weight, module.weight)]
+    ours = module.look()
+    absent = [member.title for member in module.amax_group if not _is_held_alike(member.look(), ours)]
     if absent:
         raise ValueError(
             f"{module.title} shares its weight amax with {', '.join(absent)}, of which this rank holds a part only: "
@@ -453,7 +468,7 @@ def shared_amax(module: LinearLayer, dtype: torch.dtype | None, *, is_part: bool
         dtype: that the weights are rounded to, None for their own.
         is_part: of weights of which ranks hold parts, that of the parts which are here.
     """
-    weights = [member.weight for member in module.amax_group]
+    weights = [member.look() for member in module.amax_group]
     if PLAIN.issuperset(map(type, weights)):
         (amax,), _ = ops.run(_amax_of_all, (), weights, ())
     else:

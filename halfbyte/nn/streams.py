@@ -56,9 +56,10 @@ def _unless_moved(parameters: dict[str, Any], fn: Callable[[Tensor], Tensor]) ->
 
 
 _OWN = (
-    *("_recipe", "_shift", "_stale", "_stream", "amax_group", "amaxes", "before_use", "called", "entry", "instead"),
+    *("_recipe", "_shift", "_stale", "_stream", "amax_group", "amaxes", "as_part", "before_use", "called", "entry"),
     *(
         "group_amax",
+        "instead",
         "kept",
         "ledger",
         "places",

@@ -323,11 +323,17 @@ def test_the_layers_of_their_config_and_siblings_of_one_config():
     assert kv["layers.0.attention.qkv_linear.wq"] == hb.recipes.nvfp4()
 
 
+def compiled():
+    config = short()
+    config.compile = CompileConfig(enable=True, components=["model"], backend="aot_eager")
+    return config
+
+
 PARALLEL = {
-    "types": (
-        short,
-        {"tensor_parallel_degree": 2, "spmd_backend": "spmd_types"},
-        "tensor_parallel_degree=2 with spmd_backend='spmd_types': .*; use 'partial_dtensor'",
+    "compiled": (
+        compiled,
+        {"tensor_parallel_degree": 2, "spmd_backend": "partial_dtensor"},
+        r"compile.components=\['model'\] with parallelism.tensor_parallel_degree=2: .*leave 'model' out of comp",
     ),
     "experts": (
         lambda: moe(steps=1),
