@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from halfbyte.distributed.weights import make_primary, tiled_parameters
 from halfbyte.nn import Linear
-from halfbyte.nn.linear import shared_amax
+from halfbyte.nn.sibling_amax import shared_amax
 from halfbyte.spec import NVFP4
 from halfbyte.tensor import QuantTensor, quantize
 

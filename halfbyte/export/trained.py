@@ -13,7 +13,8 @@ from halfbyte.functional.foreign import is_sharded
 from halfbyte.functional.weights import takes_amax
 from halfbyte.layout import Blocks
 from halfbyte.nn.experts import ExpertsRecipe
-from halfbyte.nn.linear import Linear, shared_amax
+from halfbyte.nn.linear import Linear
+from halfbyte.nn.sibling_amax import shared_amax
 from halfbyte.nn.streams import FollowsRecipe
 from halfbyte.spec import NVFP4, Recipe
 from halfbyte.tensor import PrimaryWeight, QuantTensor, quantize

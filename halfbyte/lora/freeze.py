@@ -12,8 +12,9 @@ from torch import Tensor, nn
 from halfbyte.functional.autocast import autocast_dtype
 from halfbyte.functional.foreign import is_sharded
 from halfbyte.functional.weights import takes_amax
-from halfbyte.nn.linear import Linear, LinearLayer, shared_amax
+from halfbyte.nn.linear import Linear, LinearLayer
 from halfbyte.nn.lora import frozen_weight
+from halfbyte.nn.sibling_amax import shared_amax
 from halfbyte.nn.streams import FollowsRecipe
 from halfbyte.nn.transposed import TransposedLinear
 from halfbyte.notebook import ShowsText

@@ -19,7 +19,8 @@ from torch import Tensor, nn
 from halfbyte.functional.autocast import autocast_dtype
 from halfbyte.functional.weights import CachedWeight, Specs, cacheable, quantize_weight, takes_amax
 from halfbyte.layout import Operand
-from halfbyte.nn.linear import LinearLayer, shared_amax
+from halfbyte.nn.linear import LinearLayer
+from halfbyte.nn.sibling_amax import shared_amax
 from halfbyte.nn.streams import FollowsRecipe
 from halfbyte.nn.whereabouts import Whereabouts, Written
 from halfbyte.spec import Recipe

@@ -44,7 +44,7 @@ def test_exported_bytes_are_the_trained_ones(tmp_path, activations):
     assert len(checkpoint.quantized) == 7
     for name, module in model.named_modules():
         if isinstance(module, hb.nn.Linear) and module.recipe.specs:
-            amax = hb.nn.linear.shared_amax(module, None) if module.amax_group else None
+            amax = hb.nn.sibling_amax.shared_amax(module, None) if module.amax_group else None
             trained = hb.quantize(module.weight.detach(), module.recipe.fprop.b, amax=amax)
             assert torch.equal(tensors[f"{name}.weight_packed"], trained.qdata), name
             values = torch.from_numpy(decoded(tensors, name))

@@ -51,7 +51,7 @@ def test_bytes_and_logits_are_those_of_the_run(folder, tmp_path, capsys):
     assert len([name for name in tensors if name.endswith("weight_packed")]) == 15  # 14, and the head
     for name, layer in decoder.named_modules():
         if isinstance(layer, hb.nn.Linear):
-            amax = hb.nn.linear.shared_amax(layer, None) if layer.amax_group else None
+            amax = hb.nn.sibling_amax.shared_amax(layer, None) if layer.amax_group else None
             own = hb.quantize(layer.weight.detach(), hb.NVFP4(block=(16, 16)), amax=amax)
             key = name if name == "lm_head" else f"model.{name}"
             assert torch.equal(tensors[f"{key}.weight_packed"], own.qdata), name

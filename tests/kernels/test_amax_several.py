@@ -66,7 +66,7 @@ def test_any_others_one_by_one(name):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=["bf16", "fp32"])
 def test_siblings_find_theirs_by_a_record_of_one_launch(dtype):
     """As often as the weights change; autograd sees nothing of it."""
-    from halfbyte.nn.linear import shared_amax
+    from halfbyte.nn.sibling_amax import shared_amax
 
     layers = [hb.nn.Linear(32, n, bias=False, dtype=dtype) for n in (48, 16, 16)]
     layers[0].amax_group = tuple(layers)
