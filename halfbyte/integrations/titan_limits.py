@@ -7,6 +7,9 @@ from typing import Any
 
 from halfbyte.spec import Recipe
 
+_IN_GEMMS = "torchtitan.models.common.dist_gemm"
+"""Whose modules hand weights to GEMMs that gather and scatter (tp_gemm_backend="dist_gemm")."""
+
 
 def refuse_parallelism(parallel_dims: Any) -> None:
     """Raise ValueError for parallelisms of torchtitan under which a layer would quantize other bytes."""
@@ -15,6 +18,19 @@ def refuse_parallelism(parallel_dims: Any) -> None:
             "parallelism.spmd_backend='full_dtensor': layers with a recipe multiply plain tensors, which it turns into "
             "DTensors; use 'spmd_types' or 'partial_dtensor'"
         )
+
+
+def refuse_uncalled(parallel_dims: Any, parts: Iterable[Any], kind: type) -> None:
+    """Raise ValueError for layers of a kind whose weights another module multiplies by, without calling them."""
+    if parallel_dims.tp == 1:  # then these modules call what they hold
+        return
+    for name, owner in (named for part in parts for named in part.named_modules()):
+        held = [child for child, layer in owner.named_children() if isinstance(layer, kind)]
+        if held and type(owner).__module__ == _IN_GEMMS:
+            raise ValueError(
+                f"{name}: {type(owner).__name__} multiplies by the weights of {', '.join(held)} itself, so that no "
+                "recipe would be followed; use tp_gemm_backend='default', or keep them in high precision (rules)"
+            )
 
 
 def refuse_compiled(parallel_dims: Any, compiled: Any) -> None:

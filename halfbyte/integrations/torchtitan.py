@@ -38,6 +38,7 @@ from halfbyte.integrations.titan_limits import (
     refuse_experts,
     refuse_graphs,
     refuse_parallelism,
+    refuse_uncalled,
 )
 from halfbyte.integrations.titan_pipeline import data_rank, follow_pipeline, layers_of_run
 from halfbyte.integrations.titan_types import UntypedHooks, learn_types, multiplied
@@ -186,6 +187,7 @@ class RunStateCheckpoints(CheckpointManager):
         dims = trainer.parallel_dims
         refuse_parallelism(dims)
         refuse_compiled(dims, trainer.config.compile)
+        refuse_uncalled(dims, model_parts, RecipeLinear)
         layers = layers_of_run(model_parts, trainer.model_config, dims.pp)
         refuse_graphs(config.schedule, [layer.recipe for layer in layers.values()], trainer.config.training)
         self.run_state = RunState(config.seed, parse_schedule(config.schedule, trainer.config.training.steps))

@@ -23,13 +23,14 @@ from torchtitan.distributed.utils import get_spmd_context, set_spmd_backend
 from torchtitan.models.common.decoder_sharding import colwise_config, dense_param_placement, rowwise_config
 from torchtitan.models.common.linear import Linear
 from torchtitan.models.llama3 import parallelize
-from torchtitan.models.llama3.config_registry import llama3_debugmodel
+from torchtitan.models.llama3.config_registry import llama3_debugmodel, llama3_debugmodel_dist_gemm
 from torchtitan.protocols.module import Module
 from torchtitan.protocols.sharding import ShardingConfig
 
 import halfbyte as hb
 from halfbyte.integrations import titan_types
 from halfbyte.integrations import torchtitan as ours
+from halfbyte.integrations.titan_limits import refuse_uncalled
 from halfbyte.policy import plain_name
 
 spmd = titan_types.spmd
@@ -198,6 +199,23 @@ def test_both_backends_train_alike(tmp_path):
         for backend in ("spmd_types", "partial_dtensor")
     )
     assert ours_ == theirs
+
+
+def test_layers_whose_weights_another_module_multiplies_by_are_refused(tmp_path, monkeypatch):
+    config = ours.quantize_config_(runs.small(llama3_debugmodel_dist_gemm(), tmp_path), keep=hb.Keep(last_fraction=0))
+    message = r"AllGatherFusedQKVLinear multiplies by the weights of wqkv itself.*tp_gemm_backend='default'"
+    with torch.device("meta"):
+        model = config.model_spec.model.build()
+    with pytest.raises(ValueError, match="layers.0.attention.qkv_linear: " + message):
+        refuse_uncalled(SimpleNamespace(tp=2), [model], ours.RecipeLinear)
+    refuse_uncalled(SimpleNamespace(tp=1), [model], ours.RecipeLinear)
+    if KNOWS_PARTS:
+        for name, value in {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "NGPU": "2"}.items():
+            monkeypatch.setenv(name, value)
+        config.comm.mode, config.training.disable_cuda_graphs = "fake_backend", True
+        config.parallelism.tensor_parallel_degree = 2
+        with pytest.raises(ValueError, match=message):
+            config.build()
 
 
 REFUSED = {
