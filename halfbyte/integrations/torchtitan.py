@@ -9,7 +9,6 @@ configs, before anything is built. `quantize_config_` does it by the rules of `h
 from __future__ import annotations
 
 import copy
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -29,9 +28,7 @@ from torchtitan.trainer import Trainer
 
 import halfbyte.nn as hb_nn
 from halfbyte import ops
-from halfbyte.convert import high_precision
 from halfbyte.distributed.plain_parts import PlainParts
-from halfbyte.integrations.other_recipes import recipe_difference
 from halfbyte.integrations.titan_limits import (
     changes_by_step,
     refuse_compiled,
@@ -41,6 +38,7 @@ from halfbyte.integrations.titan_limits import (
     refuse_uncalled,
 )
 from halfbyte.integrations.titan_pipeline import data_rank, follow_pipeline, layers_of_run
+from halfbyte.integrations.titan_run import Evaluation, Saved
 from halfbyte.integrations.titan_types import UntypedHooks, learn_types, multiplied
 from halfbyte.nn.grouped import GroupedRecipe
 from halfbyte.nn.streams import FollowsRecipe, name_layers
@@ -201,7 +199,7 @@ class RunStateCheckpoints(CheckpointManager):
         self._layers = nn.ModuleList(layers.values())
         if config.evaluation == EVALUATIONS[0]:
             for part in model_parts:
-                _Evaluation(part)
+                Evaluation(part)
         super().__init__(
             config,
             dataloader=dataloader,
@@ -214,7 +212,7 @@ class RunStateCheckpoints(CheckpointManager):
         )
         assert not form, "torchtitan 0.3 hands over no more"
         if self.enable:
-            self.states[STATE] = _Saved(layers, self.run_state)
+            self.states[STATE] = Saved(layers, self.run_state)
 
     def load(self, step: int = -1) -> bool:
         found = super().load(step)
@@ -434,51 +432,6 @@ def _join(parts: Sequence[nn.Module], layers: Mapping[str, FollowsRecipe], state
             family = tuple(c for n, c in parent.named_children() if n in group and isinstance(c, RecipeLinear))
             for layer in family if len(family) > 1 else ():
                 layer.amax_group = family
-
-
-class _Evaluation:
-    """Lets a model in eval mode compute in high precision, as torchtitan's Validator runs it."""
-
-    def __init__(self, model: nn.Module) -> None:
-        self._open: list[Any] = []
-        model.register_forward_pre_hook(self._before, prepend=True)
-        model.register_forward_hook(self._after, always_call=True)
-
-    def _before(self, module: nn.Module, arguments: Any) -> None:
-        if not module.training:
-            context = high_precision(module)
-            context.__enter__()
-            self._open.append(context)
-
-    def _after(self, module: nn.Module, arguments: Any, output: Any) -> None:
-        if self._open:
-            self._open.pop().__exit__(None, None, None)
-
-
-class _Saved:
-    """What a checkpoint holds of a run: its RunState, and which layers follow which recipe.
-
-    In one text: torch's distributed checkpoints restore the keys that a new run has, and a RunState has few at first.
-    """
-
-    def __init__(self, layers: Mapping[str, FollowsRecipe], state: RunState) -> None:
-        self._layers, self._state = layers, state
-
-    def state_dict(self) -> dict[str, Any]:
-        saved = {"version": 1, "state": self._state.state_dict(), "recipes": self._recipes()}
-        return {"text": json.dumps(saved)}
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        saved = json.loads(state_dict["text"])
-        other = recipe_difference(self._recipes(), saved["recipes"])
-        if other:
-            raise ValueError(f"{other}: convert the config with the recipe, rules and keep of that run")
-        self._state.load_state_dict(saved["state"])
-
-    def _recipes(self) -> dict[str, str]:
-        """Return name -> key of the recipe that a layer was converted to, whatever a schedule changed since."""
-        layers = self._layers.items()
-        return {name: (m.recipe if m.recipe_before is None else m.recipe_before).key for name, m in layers}
 
 
 def llama3_debugmodel_first_85_pct_layers_nvfp4() -> Trainer.Config:
