@@ -33,6 +33,23 @@ def refuse_uncalled(parallel_dims: Any, parts: Iterable[Any], kind: type) -> Non
             )
 
 
+def refuse_replaced(converted: Sequence[str], layers: Iterable[str]) -> None:
+    """Raise ValueError where something that was converted is not in the model that torchtitan built.
+
+    Args:
+        converted: names of layers and of experts.
+        layers: names of what follows a recipe in the model; of experts those of their weights.
+    """
+    there = {end for name in layers for end in (name, name.rpartition(".")[0])}
+    absent = [name for name in converted if name not in there]
+    if absent:
+        raise ValueError(
+            f"{', '.join(absent[:4])}{', …' if len(absent) > 4 else ''}: converted, and not in the model built: "
+            "override.imports replace what held it (torchtitan's fused_swiglu does); leave that override out, or "
+            "convert with rules={glob: None} for these"
+        )
+
+
 def refuse_compiled(parallel_dims: Any, compiled: Any) -> None:
     """Raise ValueError where blocks would be compiled in one graph with layers whose ranks ask each other."""
     if parallel_dims.tp > 1 and compiled.enable and "model" in compiled.components:

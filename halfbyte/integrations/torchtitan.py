@@ -35,6 +35,7 @@ from halfbyte.integrations.titan_limits import (
     refuse_experts,
     refuse_graphs,
     refuse_parallelism,
+    refuse_replaced,
     refuse_uncalled,
 )
 from halfbyte.integrations.titan_pipeline import data_rank, follow_pipeline, layers_of_run
@@ -168,6 +169,9 @@ class RunStateCheckpoints(CheckpointManager):
         evaluation: str = "high_precision"
         """What the model computes in eval mode: "high_precision" or "as_trained"."""
 
+        converted: tuple[str, ...] = ()
+        """Names of the layers and experts that `quantize_config_` converted."""
+
     def __init__(
         self,
         config: Config,
@@ -187,6 +191,7 @@ class RunStateCheckpoints(CheckpointManager):
         refuse_compiled(dims, trainer.config.compile)
         refuse_uncalled(dims, model_parts, RecipeLinear)
         layers = layers_of_run(model_parts, trainer.model_config, dims.pp)
+        refuse_replaced(config.converted, layers)
         refuse_graphs(config.schedule, [layer.recipe for layer in layers.values()], trainer.config.training)
         self.run_state = RunState(config.seed, parse_schedule(config.schedule, trainer.config.training.steps))
         if dist.is_initialized():
@@ -256,10 +261,15 @@ def recipe_experts(cfg: GroupedExperts.Config, recipe: str = "nvfp4") -> RecipeE
 
 @override(target=CheckpointManager.Config, exact=True, description="checkpoints hold the RunState of halfbyte")
 def recipe_checkpoint(
-    cfg: CheckpointManager.Config, seed: int = 0, schedule: str = "", evaluation: str = "high_precision"
+    cfg: CheckpointManager.Config,
+    seed: int = 0,
+    schedule: str = "",
+    evaluation: str = "high_precision",
+    converted: Sequence[str] = (),
 ) -> RunStateCheckpoints.Config:
     """Let the checkpoint manager carry the RunState, which layers draw from; always named beside `recipe_linear`."""
-    return derive(cfg, RunStateCheckpoints.Config, seed=seed, schedule=schedule, evaluation=evaluation)
+    own: dict[str, Any] = {"seed": seed, "schedule": schedule, "evaluation": evaluation, "converted": tuple(converted)}
+    return derive(cfg, RunStateCheckpoints.Config, **own)
 
 
 @override(target=SelectiveAC.Config, exact=True, description="selective checkpointing keeps ops of halfbyte")
@@ -308,7 +318,8 @@ def quantize_config_(
     spec.model = copy.deepcopy(spec.model)
     report = _convert(spec.model, resolve(recipe), rules or {}, keep, RunState(seed))
     config.training.disable_cuda_graphs |= bool(changes_by_step(schedule, [row.recipe for row in report.rows]))
-    own: dict[str, Any] = {"seed": seed, "schedule": schedule, "evaluation": evaluation}
+    converted = [row.name for row in report.rows if row.recipe is not None]
+    own: dict[str, Any] = {"seed": seed, "schedule": schedule, "evaluation": evaluation, "converted": converted}
     config.override.imports = [*config.override.imports, (f"{_HERE}.recipe_checkpoint", own)]
     if type(config.activation_checkpoint) is SelectiveAC.Config:
         config.override.imports.append(f"{_HERE}.recipe_selective_ac")

@@ -323,38 +323,6 @@ def test_the_layers_of_their_config_and_siblings_of_one_config():
     assert kv["layers.0.attention.qkv_linear.wq"] == hb.recipes.nvfp4()
 
 
-def compiled():
-    config = short()
-    config.compile = CompileConfig(enable=True, components=["model"], backend="aot_eager")
-    return config
-
-
-PARALLEL = {
-    "compiled": (
-        compiled,
-        {"tensor_parallel_degree": 2, "spmd_backend": "partial_dtensor"},
-        r"compile.components=\['model'\] with parallelism.tensor_parallel_degree=2: .*leave 'model' out of comp",
-    ),
-    "experts": (
-        lambda: moe(steps=1),
-        {"tensor_parallel_degree": 2, "spmd_backend": "partial_dtensor"},
-        "tensor_parallel_degree=2: routed experts .*rules={'\\*.inner_experts': None}, or set it to 1",
-    ),
-}
-
-
-@pytest.mark.parametrize("case", PARALLEL)
-def test_parallelism_that_would_give_other_bytes_is_refused(case, monkeypatch):
-    make, parallelism, message = PARALLEL[case]
-    monkeypatch.setenv("NGPU", "2")
-    config = ours.quantize_config_(make(), keep=hb.Keep(last_fraction=0))
-    config.comm.mode, config.training.disable_cuda_graphs = "fake_backend", True
-    for name, value in parallelism.items():
-        setattr(config.parallelism, name, value)
-    with pytest.raises(ValueError, match=message):
-        config.build()
-
-
 def tensor_parallel_on_a_rank(rank: int, world: int, folder: str, is_sequence_parallel: bool):
     """Train a step with ranks that share layers; return its place, and of every layer which results are those of
     hb.linear on the whole tensors, bit for bit.
