@@ -102,24 +102,24 @@ class _Own(torch.autograd.Function):
     """What is here of a DTensor; its gradient lies as said."""
 
     @staticmethod
-    def forward(ctx: Any, t: Any, place: Placement) -> Tensor:
-        ctx.spec, ctx.place = t._spec, place
+    def forward(ctx: Any, t: Any, places: tuple[Placement, ...]) -> Tensor:
+        ctx.spec, ctx.places = t._spec, places
         ctx.set_materialize_grads(False)
         return t._local_tensor.view_as(t._local_tensor)
 
     @staticmethod
     def backward(ctx: Any, own: Tensor | None) -> tuple[Tensor | None, None]:
-        return _as_gradient(own, ctx.spec, (ctx.place,)), None
+        return _as_gradient(own, ctx.spec, ctx.places), None
 
 
 def part_here(t: Any, gradient: Placement | None = None) -> Tensor:
     """Return what is here of a DTensor: `to_local`, without its long way back.
 
     Args:
-        t: on a mesh of one dimension.
+        t: on a mesh of one dimension, if gradient is given.
         gradient: how its gradient lies; as t does for None.
     """
-    return _Own.apply(t, t.placements[0] if gradient is None else gradient) if torch.is_grad_enabled() else t.to_local()
+    return _Own.apply(t, t.placements if gradient is None else (gradient,)) if torch.is_grad_enabled() else t.to_local()
 
 
 class _Told(torch.autograd.Function):

@@ -49,7 +49,7 @@ def learn_types(layer: Any, parallel_dims: Any) -> None:
 
 def _parts(layer: Any, sharding: Any, parallel_dims: Any) -> PlainParts:
     weight = sharding.state_shardings["weight"].per_axis_spmd_types().get(TP)
-    shared = f"{layer.title}: tensor_parallel_degree={parallel_dims.tp} with spmd_backend='spmd_types'"
+    shared = f"{layer.origin or layer.title}: tensor_parallel_degree={parallel_dims.tp} with spmd_backend='spmd_types'"
     if not isinstance(weight, spmd.Shard) or weight.dim not in (0, 1):
         raise ValueError(
             f"{shared}: every rank has all of its weight ({weight}), and would quantize its own part of the gradient "
