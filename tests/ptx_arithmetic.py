@@ -329,6 +329,24 @@ def _count_ones(rest: list[str], operands: list) -> np.ndarray:
     return np.unpackbits(word.reshape(-1, 1).view(np.uint8), axis=1).sum(1).astype(np.uint32).reshape(word.shape)
 
 
+def _bits_of_word(operand: Any) -> np.ndarray:
+    """Return the 32 bits of each word, the lowest first."""
+    word = bits_of(operand, np.uint32).reshape(-1)
+    return (word[:, None] >> np.arange(32, dtype=np.uint32)) & np.uint32(1)
+
+
+def _reversed(rest: list[str], operands: list) -> np.ndarray:
+    assert rest == ["b32"], rest
+    bits = _bits_of_word(operands[0]) << np.arange(31, -1, -1, dtype=np.uint32)
+    return bits.sum(axis=1, dtype=np.uint32).reshape(np.shape(operands[0]))
+
+
+def _leading_zeros(rest: list[str], operands: list) -> np.ndarray:
+    assert rest == ["b32"], rest
+    ones = np.cumsum(_bits_of_word(operands[0])[:, ::-1], axis=1)
+    return (ones == 0).sum(axis=1, dtype=np.uint32).reshape(np.shape(operands[0]))
+
+
 FUNCTIONS: dict[str, Callable] = {
     "add": _packed(_arithmetic(np.add)),
     "sub": _packed(_arithmetic(np.subtract)),
@@ -349,6 +367,8 @@ FUNCTIONS: dict[str, Callable] = {
     "lop3": _three_inputs,
     "prmt": _permute,
     "popc": _count_ones,
+    "brev": _reversed,
+    "clz": _leading_zeros,
     "bfe": _extract,
     "cvt": _convert,
     "selp": _select,

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 
 import logit_checks
+import quick_checks
 import row_checks
 import sums_checks
 import torch
@@ -75,7 +76,7 @@ LOOPS = ((1, 4),)  # in cases of that name: a program has four tiles, as those o
 CASES = tuple(
     [f"{name}{how}" for name in SPECS for how in ("", "/turned")]
     + [f"{n}{how}" for n in PAIRS for how in TRANSIENT]
-    + [*GROUPED, "gradient/loops", "sums", "logits", "row"]
+    + [*GROUPED, "gradient/loops", "sums", "logits", "row", "near"]
 )
 SHAPES = {"whole": (128, 256), "ragged": (133, 248), "odd": (37, 90)}
 SIZES = (70, 0, 64, 1, 40)  # of groups, with 23 rows behind the last
@@ -250,6 +251,16 @@ def row(target: str) -> Iterator[str]:
     yield from failing(checks, target)
 
 
+def near(target: str) -> Iterator[str]:
+    """Yield of which operands scales are not the reference's, where errors lie close and where they are equal."""
+    shape, cpu = (18, 144), torch.device("cpu")
+    checks = {
+        name: (lambda name=name: quick_checks.check_bytes(name, torch.bfloat16, cpu, shape))
+        for name in ("above-mse", "rotated-mae")
+    }
+    yield from failing(checks, target)
+
+
 def failing(checks: dict[str, Callable], target: str) -> Iterator[str]:
     """Yield what each of some checks asserts in vain, run as a target runs it."""
     for name, run in checks.items():
@@ -273,6 +284,8 @@ def check(case: str, target: str) -> list[str]:
         return list(logits(target))
     if case == "row":
         return list(row(target))
+    if case == "near":
+        return list(near(target))
     if case.endswith("/loops"):
         both_route.LOOPS = grouped_route.LOOPS = LOOPS
     if case in GROUPED:

@@ -234,6 +234,8 @@ class _Machine:
             return np.uint16(0xFFFF) if operand.startswith("%rs") else np.uint32(0xFFFFFFFF)
         if operand.startswith("%tid."):
             return self.thread if operand.endswith("x") else np.uint32(0)
+        if operand == "%laneid":
+            return self.thread % np.uint32(32)
         if operand.startswith("%ctaid."):
             divisor = {"x": 1, "y": self.grid[0], "z": self.grid[0] * self.grid[1]}[operand[-1]]
             return (self.block // np.uint32(divisor)) % np.uint32(self.grid["xyz".index(operand[-1])])
@@ -406,10 +408,13 @@ class _Machine:
     def shuffle(self, how: str, operands: list, mask: np.ndarray | None) -> None:
         """Exchange words between the lanes of a warp, all of them."""
         self.together(mask, 32)
-        assert int(self.read(operands[3])) == (0 if how == "up" else 31), "a shuffle in part of a warp"
+        last = int(self.read(operands[3]))  # and above it, which bits of a lane say its segment
+        assert last in ((0,) if how == "up" else (31, 0x181F) if how == "idx" else (31,)), "a shuffle in part of a warp"
         value = np.broadcast_to(self.read(operands[1]), (self.total,))
         lane = np.arange(self.total)
         given = bits_of(self.read(operands[2]), np.int64) & 31
         below = np.where(lane % 32 < given, lane, lane - given)
-        source = {"bfly": lane ^ given, "idx": (lane & ~31) | given, "up": below}[how]
+        segment = ~31 | last >> 8
+        chosen = (lane & segment) | (given & ~segment)
+        source = {"bfly": lane ^ given, "idx": chosen, "up": below}[how]
         self.write(operands[0].partition("|")[0], value[source], mask)

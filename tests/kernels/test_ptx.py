@@ -15,14 +15,16 @@ sys.path.insert(0, str(TESTS))
 SAMPLE = (
     "activation", "activation/values", "gradient", "gradient/loops", "six_pair/row_values", "four_candidates",
     "four_exact", "rotated_64_rows", "stochastic_128/turned", "eden", "grouped/gradient/loops", "sums", "logits", "row",
+    "near",
 )  # fmt: skip
 """Of what rounds, rotates, draws and chooses scales, one each; `make test-targets-full` runs all."""
 OTHERS = {"sm_80": "activation", "sm_89": "gradient", "sm_100": "activation", "sm_120": "six_scaled"}
 """Without FP8, without launches that overlap, with conversions to E2M1, and a case that is in the sample of each."""
 ON_OTHERS = (
     "nearest", "activation", "gradient", "six_scaled", "six_pair", "six_pair/values", "eden", "backward",
-    "rotated_128/turned", "mxfp8", "four_candidates", "eden_128/turned", "sums", "logits", "row",
+    "rotated_128/turned", "mxfp8", "four_candidates", "eden_128/turned", "sums", "logits", "row", "near",
 )  # fmt: skip
+NEAR = "tuple(text.replace({!r}, {!r}) for text in module.DECISIONS.value)"
 FAULT = """
 import ptx_checks
 from halfbyte.kernels.device import {module} as module
@@ -61,6 +63,11 @@ def test_a_kernel_makes_the_bytes_of_the_reference(target, case):
     ("module", "name", "expression", "case"),
     [
         ("nearest", "LIMIT_PAIRS", "module.LIMIT_PAIRS.value.replace('0f00C00000', '0f0082AB1E')", "nearest"),
+        ("near_errors", "DECISIONS", NEAR.format("6175", "31"), "near"),
+        *(
+            pytest.param("near_errors", "DECISIONS", NEAR.format(*others), "near", marks=pytest.mark.full)
+            for others in (("setp.lt.or", "setp.le.or"), ("add.u32 t, left, -1", "mov.u32 t, 0"))
+        ),
         ("casts", "MAX_OF_HALVES", "module.MAX_OF_HALVES.value.replace('0x1032', '0x3210')", "nearest"),
     ],
 )

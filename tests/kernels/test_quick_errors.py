@@ -28,7 +28,8 @@ def quick_error_kernel(x_ptr, step_ptr, out_ptr, SQUARED: tl.constexpr, N: tl.co
     for i in tl.static_range(16):
         xs = xs + (tl.load(x_ptr + i * N + block),)  # noqa: RUF005  # Triton knows no other way
     step = tl.load(step_ptr + block)
-    tl.store(out_ptr + block, quick.quick_error(xs, step, quick.pm.quick_reciprocal(step), True, SQUARED))
+    one = tl.full((), 1, tl.uint32)
+    tl.store(out_ptr + block, quick.quick_error(xs, step, quick.pm.quick_reciprocal(step), one, True, SQUARED))
 
 
 def blocks_near_ties(random, A, unit, scale):

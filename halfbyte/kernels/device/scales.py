@@ -90,6 +90,11 @@ class Rule:  # no NamedTuple: Triton from 3.8 on takes those apart
     paired: bool = False
 
     @property
+    def below(self) -> int:
+        """How many candidates are smaller than the first, behind which they ascend."""
+        return sum(ratio < self.candidates[0] for ratio in self.candidates)
+
+    @property
     def joined(self) -> bool:
         """Whether codes to nearest are joined with signs that lie in pairs; else nibble after nibble is shifted in."""
         fits = XORSIGN_LEVEL <= self.hardware < E2M1_CAPABILITY.value

@@ -16,7 +16,7 @@ from halfbyte.formats import SWIZZLE_COLS, SWIZZLE_ROWS
 from halfbyte.kernels.amax.route import halved, shares_signs
 from halfbyte.kernels.device import magnitudes as mg
 from halfbyte.kernels.device import scales as sc
-from halfbyte.kernels.device.quick_errors import MOST_CANDIDATES
+from halfbyte.kernels.device.near_errors import MOST_CANDIDATES
 from halfbyte.kernels.route import Candidate, Choice, Reason, choose_from, fits_all
 from halfbyte.kernels.target import Target, target_of
 from halfbyte.layout import LINEAR, ceil_div, round_up
@@ -192,7 +192,7 @@ MXFP8_TILE = LineTile(1, 128, 4)
 STOCHASTIC_TILE = LineTile(1, 128, 2)
 CANDIDATE_TILE = LineTile(1, 128, 4, loop=4)
 SQUARE_TILE = LineTile(16, 16, 4)
-CANDIDATE_SQUARE_TILE = LineTile(16, 4, 2, loop=8)
+CANDIDATE_SQUARE_TILE, QUICK_SQUARE_TILE = LineTile(16, 4, 2, loop=8), LineTile(16, 2, 1, loop=4)
 LOOP_PROGRAMS = 16  # of a multiprocessor: with fewer, programs that go through several tiles leave it waiting
 QUICK_CANDIDATES = 3, MOST_CANDIDATES  # with two it saves 3 to 6 % of large operands
 QUICK_BLOCKS = 1 << 18  # a smaller operand waits for the second decision of its last block
@@ -221,8 +221,10 @@ class Lines(NamedTuple):
 def _row_tile(lines: Lines, groups: int, rule: sc.Rule, interpreted: bool) -> LineTile:
     """Return the tile of the row kernel for a [rows, groups] operand."""
     best = ROW_TILES[rule.group]
-    if rule.tile:
-        best = CANDIDATE_SQUARE_TILE if rule.candidates and not lines.swizzled else SQUARE_TILE
+    if rule.tile and rule.candidates and not lines.swizzled:
+        best = QUICK_SQUARE_TILE if rule.errors == "quick" else CANDIDATE_SQUARE_TILE
+    elif rule.tile:
+        best = SQUARE_TILE
     elif lines.swizzled and rule.group == 16:
         best = SWIZZLED_TILE
     elif rule.element:
@@ -386,7 +388,7 @@ def _is_quick(rule: sc.Rule, blocks: int, target: Target) -> bool:
         return False
     if not rule.packed and not rule.norm:
         return False
-    return target.interpreter or blocks >= QUICK_BLOCKS
+    return target.interpreter or (target.ptx and blocks >= QUICK_BLOCKS)
 
 
 def _rows(one: OneSide) -> Choice:
