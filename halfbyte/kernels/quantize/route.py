@@ -194,8 +194,8 @@ CANDIDATE_TILE = LineTile(1, 128, 4, loop=4)
 SQUARE_TILE = LineTile(16, 16, 4)
 CANDIDATE_SQUARE_TILE, QUICK_SQUARE_TILE = LineTile(16, 4, 2, loop=8), LineTile(16, 2, 1, loop=4)
 LOOP_PROGRAMS = 16  # of a multiprocessor: with fewer, programs that go through several tiles leave it waiting
-QUICK_CANDIDATES = 3, MOST_CANDIDATES  # with two it saves 3 to 6 % of large operands
-QUICK_BLOCKS = 1 << 18  # a smaller operand waits for the second decision of its last block
+QUICK_BLOCKS = {2: 1 << 16, 3: 0, MOST_CANDIDATES: 0}  # candidates: from how many blocks on `quick_errors` are faster
+QUICK_TILE_BLOCKS = {3: 1 << 18, MOST_CANDIDATES: 1 << 18}  # of 16x16 tiles
 SWIZZLED_TILE = LineTile(16, 16, 2)
 COL_TILES = {16: LineTile(64, 4, 2, words=2), 32: LineTile(64, 4, 4), 64: LineTile(64, 1, 2), 128: LineTile(64, 2, 4)}
 LONGEST_ROW = 8192
@@ -384,11 +384,10 @@ def _paired(rule: sc.Rule, lines: Lines, target: Target) -> sc.Rule:
 
 def _is_quick(rule: sc.Rule, blocks: int, target: Target) -> bool:
     """Whether `quick_errors` serve the errors of candidates: of pairs, so many that they pay."""
-    if len(rule.candidates) not in QUICK_CANDIDATES or rule.errors != "exact" or rule.decoded or rule.group != 16:
+    if rule.errors != "exact" or rule.decoded or rule.group != 16 or not (rule.packed or rule.norm):
         return False
-    if not rule.packed and not rule.norm:
-        return False
-    return target.interpreter or (target.ptx and blocks >= QUICK_BLOCKS)
+    least = (QUICK_TILE_BLOCKS if rule.tile else QUICK_BLOCKS).get(len(rule.candidates))
+    return least is not None and blocks >= least and (target.ptx or target.interpreter)
 
 
 def _rows(one: OneSide) -> Choice:
