@@ -195,7 +195,7 @@ SQUARE_TILE = LineTile(16, 16, 4)
 CANDIDATE_SQUARE_TILE, QUICK_SQUARE_TILE = LineTile(16, 4, 2, loop=8), LineTile(16, 2, 1, loop=4)
 LOOP_PROGRAMS = 16  # of a multiprocessor: with fewer, programs that go through several tiles leave it waiting
 QUICK_BLOCKS = {2: 1 << 16, 3: 0, MOST_CANDIDATES: 0}  # candidates: from how many blocks on `quick_errors` are faster
-QUICK_TILE_BLOCKS = {3: 1 << 18, MOST_CANDIDATES: 1 << 18}  # of 16x16 tiles
+QUICK_TILE_BLOCKS = {3: 1 << 18, MOST_CANDIDATES: 1 << 18}  # of 16x16 tiles, and with swizzled scales
 SWIZZLED_TILE = LineTile(16, 16, 2)
 COL_TILES = {16: LineTile(64, 4, 2, words=2), 32: LineTile(64, 4, 4), 64: LineTile(64, 1, 2), 128: LineTile(64, 2, 4)}
 LONGEST_ROW = 8192
@@ -382,11 +382,11 @@ def _paired(rule: sc.Rule, lines: Lines, target: Target) -> sc.Rule:
     return paired if target.interpreter or tile.outer == 1 else rule
 
 
-def _is_quick(rule: sc.Rule, blocks: int, target: Target) -> bool:
+def _is_quick(rule: sc.Rule, lines: Lines, blocks: int, target: Target) -> bool:
     """Whether `quick_errors` serve the errors of candidates: of pairs, so many that they pay."""
     if rule.errors != "exact" or rule.decoded or rule.group != 16 or not (rule.packed or rule.norm):
         return False
-    least = (QUICK_TILE_BLOCKS if rule.tile else QUICK_BLOCKS).get(len(rule.candidates))
+    least = (QUICK_TILE_BLOCKS if rule.tile or lines.swizzled else QUICK_BLOCKS).get(len(rule.candidates))
     return least is not None and blocks >= least and (target.ptx or target.interpreter)
 
 
@@ -397,7 +397,7 @@ def _rows(one: OneSide) -> Choice:
     rule = replace(rule, values=rule.decoded and rule.packed and makes_values(one.spec))
     rule = _paired(rule, lines, target)
     groups, rows = _tiled(lines, one.spec, rule)
-    if _is_quick(rule, rows * groups, target):
+    if _is_quick(rule, lines, rows * groups, target):
         rule = replace(rule, errors="quick")
     tile = _row_tile(lines, groups, rule, target.interpreter)
     rule = replace(rule, full=is_full(lines.x, lines.blocks, lines.swizzled, rule, (tile.outer, tile.groups)))
