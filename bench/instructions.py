@@ -128,7 +128,8 @@ def _count(launch: record.Specialized) -> Counted:
     names = list(launch.signature)
     constants = {names[place[0]]: value for place, value in launch.constants.items() if len(place) == 1}
     loop = constants.get("LOOP", 1)
-    operations = [text.split()[0].partition(".")[0] for text in taken(disassembled(compiled.asm["cubin"]), loop)]
+    lines = taken(disassembled(compiled.asm["cubin"]), loop // _turn(constants))
+    operations = [text.split()[0].partition(".")[0] for text in lines]
     threads = 32 * launch.options["num_warps"]
     per = threads / (_tile(constants) * loop)
     integer = sum(name in INTEGER_PIPE for name in operations)
@@ -143,6 +144,13 @@ def _tile(constants: Mapping[str, Any]) -> int:
     if "T" in constants:
         return constants["RULE"].group * constants["T"]
     return constants["RULE"].group * constants["N"] * constants.get("R", 1) * constants.get("C", 1)
+
+
+def _turn(constants: Mapping[str, Any]) -> int:
+    """Return the tiles that a turn of a program's loop quantizes, as `quantize_rows_kernel` says."""
+    rule = constants.get("RULE")
+    is_quick = rule is not None and rule.errors == "quick" and not rule.tile
+    return 2 if is_quick and constants["LOOP"] % 2 == 0 else 1
 
 
 def disassembled(cubin: bytes) -> list[str]:
