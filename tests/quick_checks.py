@@ -51,6 +51,7 @@ def inputs(shape: tuple[int, int], device: torch.device) -> dict[str, tuple[Tens
         "an amax far away": (normal(), 3e4),
         "squares underflow": (normal() * 2.0**-70, None),
         "no simple division": (normal(), 3e38),
+        "no power of two moves them": (normal() * 2.0**104, None),
         "NaN and Inf": (special, None),
         "zeros": (whole(0, 1), None),
     }

@@ -52,7 +52,7 @@ ERROR_WITH_CODE = tl.constexpr("lop3.b32 $0, $1, 0xFFFFFF80, $2, 0xEA;")
 
 
 class Shifted(NamedTuple):
-    """Of an amax: the power of two; D times that and 2^126; 7 * 2^-126, or -1 where what is done is not bounded.
+    """Of an amax: the power of two; D times that and 2^126; 7 * 2^-126, or -Inf where what is done is not bounded.
 
     one: 1, which the compiler is not to know.
     """
@@ -69,7 +69,7 @@ def shifted_factors(factors):
     bits = factors.amax.to(tl.uint32, bitcast=True)
     shift = ((224 - (bits >> 23)) << 23).to(tl.float32, bitcast=True)
     moderate = (factors.amax > LEAST_AMAX) & factors.regular
-    return Shifted(shift, (factors.decode * shift) * RAISED, tl.where(moderate, SEVEN, -1.0), (bits >> 31) + 1)
+    return Shifted(shift, (factors.decode * shift) * RAISED, tl.where(moderate, SEVEN, -pm.INF), (bits >> 31) + 1)
 
 
 @triton.jit

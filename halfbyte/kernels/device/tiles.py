@@ -177,7 +177,7 @@ def quantize_group(xs, amax, factors, constants, draw, block, RULE: tl.constexpr
                 words = words + sc.block_values(block_xs, amax, factors, constants, random, RULE, AXIS, signs)
             else:
                 codes, scale = sc.quantize_block(
-                    block_xs, amax, factors, constants, random, RULE, AXIS, signs, RULE.norm != 0.0
+                    block_xs, amax, factors, constants, random, RULE, AXIS, signs, RULE.apart and RULE.norm != 0.0
                 )
                 words = words + (codes,)
                 scales = scales + (scale,)
