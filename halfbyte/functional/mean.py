@@ -15,6 +15,7 @@ from torch import Tensor
 from halfbyte import ops
 from halfbyte.arithmetic import residual_dtype
 from halfbyte.functional.operands import Place, both
+from halfbyte.functional.weights import takes_amax
 from halfbyte.layout import Blocks
 from halfbyte.sides import Side
 from halfbyte.spec import Spec
@@ -75,6 +76,30 @@ def both_with_sum(
 
     row, col = both(dy_MN, *specs, place, amaxes, quantize)
     return row, col, sums[0] if sums else ops.token_sum(dy_MN)
+
+
+def amaxes_with_product(
+    w: Tensor,
+    added: tuple[Tensor, Tensor | None],
+    specs: tuple[Spec | None, Spec | None],
+    amaxes: ops.Amaxes,
+    make: Callable[..., tuple[Any, Any]] = both,
+) -> tuple[ops.Amaxes, Tensor | None]:
+    """Return the amaxes of w's operands and what `bias_with_mean` does, where one read of w gives both; else None.
+
+    Args:
+        w: [N, K].
+        added: mean [K], and the bias [N] or None.
+        specs: of the operands that are made now.
+        amaxes: as far as known.
+        make: as for `both_without_mean`.
+    """
+    wanted, (mean, bias) = [spec for spec in specs if spec is not None], added
+    is_plain = make is both and w.dtype == mean.dtype and not isinstance(w, QuantTensor)
+    if not (is_plain and wanted and all(map(takes_amax, wanted)) and amaxes.row is amaxes.col is None):
+        return amaxes, None
+    amax, v = ops.amax_with_product(w.detach(), mean, bias)
+    return ops.Amaxes(amax, amax), v
 
 
 def bias_with_mean(bias: Tensor | None, mean: Tensor, w: Tensor | ops.Operand, dtype: torch.dtype) -> Tensor:

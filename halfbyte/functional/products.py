@@ -11,7 +11,7 @@ from halfbyte import ops
 from halfbyte.functional.channels import Apart, kept_for_backward, outliers_apart, product_with_channels, with_outliers
 from halfbyte.functional.frozen import frozen_right
 from halfbyte.functional.group import waited
-from halfbyte.functional.mean import bias_with_mean, both_with_sum, both_without_mean
+from halfbyte.functional.mean import amaxes_with_product, bias_with_mean, both_with_sum, both_without_mean
 from halfbyte.functional.meeting import Asked, whole_amaxes
 from halfbyte.functional.operands import (
     BF16_GEMM,
@@ -76,12 +76,17 @@ def multiply(
     kept_x = (row if dequantized else col) if keep_x else None
     row, outputs, kept_w = sent(request.tokens, "x", row, 0), [], []
     for i, w in enumerate(weights):
-        w_row, w_col = cached[i]
-        if _is_quantized(request, i, w):
-            w_row, w_col = weight_operands(w, needed, cached[i], w_places[i], w_amaxes[i], request.maker(i, "NK"))
+        (w_row, w_col), v = cached[i], None
         bias = biases[i] if request.adds_bias(i) else None
-        if mean is not None and fprop.a is not None:
-            bias = bias_with_mean(bias, mean, w_row if w is None else w, x.dtype)
+        apart_mean = mean if fprop.a is not None else None
+        if _is_quantized(request, i, w):
+            make = request.maker(i, "NK")
+            if apart_mean is not None:
+                missing = missing_specs(needed, cached[i])
+                w_amaxes[i], v = amaxes_with_product(w, (apart_mean, bias), missing, w_amaxes[i], make)
+            w_row, w_col = weight_operands(w, needed, cached[i], w_places[i], w_amaxes[i], make)
+        if apart_mean is not None:
+            bias = bias_with_mean(bias, apart_mean, w_row if w is None else w, x.dtype) if v is None else v
         row = received(row)
         y = added(request.tokens, "y", _product(request, (x_MK, row, apart), (w, w_row), bias))
         outputs.append(y if request.tokens is None else arrived_sum(y))

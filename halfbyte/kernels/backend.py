@@ -13,6 +13,7 @@ from halfbyte.kernels.fused import norm_with_amaxes as norm_with_amaxes
 from halfbyte.kernels.gemm.dense import gemm_nt as gemm_nt
 from halfbyte.kernels.gemm.grouped import grouped_gemm_nt as grouped_gemm_nt
 from halfbyte.kernels.gemm.grouped import grouped_gemm_nt_batch_invariant as grouped_gemm_nt_batch_invariant
+from halfbyte.kernels.gemm.row_amax import amax_with_product as amax_with_product
 from halfbyte.kernels.logits.shares import logit_gradient_ as logit_gradient_
 from halfbyte.kernels.logits.shares import logit_peak as logit_peak
 from halfbyte.kernels.logits.shares import logit_sums as logit_sums

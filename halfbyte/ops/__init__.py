@@ -30,7 +30,14 @@ from halfbyte.ops.grouped import (
     in_one_pass,
 )
 from halfbyte.ops.logits import logit_gradient_, logit_peak, logit_sums
-from halfbyte.ops.mean import grouped_token_sum, quantize_residual, quantize_with_sum, token_mean, token_sum
+from halfbyte.ops.mean import (
+    amax_with_product,
+    grouped_token_sum,
+    quantize_residual,
+    quantize_with_sum,
+    token_mean,
+    token_sum,
+)
 from halfbyte.ops.quantization import (
     amax,
     amax_of_all,
@@ -58,6 +65,7 @@ __all__ = [
     "add_norm",
     "amax",
     "amax_of_all",
+    "amax_with_product",
     "backends",
     "check_offsets",
     "column_outliers",

@@ -14,6 +14,7 @@ KEPT = (
     "grouped_quantize_row_col",
     "amax",
     "amax_of_all",
+    "amax_with_product",
     "token_mean",
     "gemm_nt",
     "gemm_nt_batch_invariant",

@@ -9,6 +9,7 @@ third of what torch.library.custom_op costs per call.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -104,6 +105,12 @@ def implementation(device: torch.device, backend: str) -> Any:
     from halfbyte.kernels import backend as kernels  # imports Triton, so only where it runs
 
     return kernels
+
+
+def uncast(device: torch.device) -> AbstractContextManager:
+    """Return where autocast casts nothing on `device`: an op multiplies in the dtypes that it was given."""
+    is_cast = device.type != "meta" and torch.is_autocast_enabled(device.type)
+    return torch.autocast(device.type, enabled=False) if is_cast else nullcontext()
 
 
 def spec_of(key: str) -> Spec | None:

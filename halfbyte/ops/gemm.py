@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -10,7 +9,7 @@ from torch import Tensor
 
 from halfbyte.layout import LINEAR, Blocks, Operand
 from halfbyte.ops.backends import NATIVE, check_readers, choose, warn_once
-from halfbyte.ops.define import OPERANDS, implementation, nothing, op
+from halfbyte.ops.define import OPERANDS, implementation, nothing, op, uncast
 from halfbyte.ops.repeat import call_op
 from halfbyte.sides import Epilogue
 from halfbyte.spec import Spec, parse
@@ -114,8 +113,7 @@ def _gemm(a: Rows, b: Rows, K: int, backend: str, epilogue: Epilogue) -> Tensor:
     """Run gemm_nt on the backend of the operands; a GEMM that does not run natively is emulated, and says so once."""
     device = _data(a).device
     check_operands((a, b), device, backend)
-    is_cast = device.type != "meta" and torch.is_autocast_enabled(device.type)
-    with torch.autocast(device.type, enabled=False) if is_cast else nullcontext():
+    with uncast(device):
         if choose(device, backend or None) == NATIVE and _runs_natively(a, b, epilogue.batch_invariant):
             from halfbyte.kernels.gemm import native
 

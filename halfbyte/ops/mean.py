@@ -7,7 +7,7 @@ from torch import Tensor
 
 from halfbyte.arithmetic import residual_dtype
 from halfbyte.layout import Blocks
-from halfbyte.ops.define import DRAW, implementation, op
+from halfbyte.ops.define import DRAW, implementation, op, uncast
 from halfbyte.ops.grouped import check_offsets
 from halfbyte.ops.quantization import asked_of, both_blocks, checked_arguments, outputs, row_col_fake
 from halfbyte.ops.repeat import call_op
@@ -22,6 +22,13 @@ def token_sum(x: Tensor, backend: str | None = None) -> Tensor:
 def token_mean(x: Tensor, backend: str | None = None) -> Tensor:
     """Return the mean of each column of x [M, K]: [K], bf16 if x is bf16, else fp32."""
     return call_op(torch.ops.halfbyte.token_mean, x, backend or "")
+
+
+def amax_with_product(
+    w: Tensor, a: Tensor, bias: Tensor | None = None, backend: str | None = None
+) -> tuple[Tensor, Tensor]:
+    """Return the finite amax of w [N, K], fp32 [], and a @ w.T + bias of a row a [K], fp32 [N]."""
+    return call_op(torch.ops.halfbyte.amax_with_product, w, a, bias, backend or "")
 
 
 def grouped_token_sum(x: Tensor, offsets: Tensor, backend: str | None = None) -> Tensor:
@@ -64,6 +71,11 @@ def quantize_with_sum(
     return *both_blocks(tuple(made), (row, col)), total
 
 
+def _amax_with_product(w, a, bias, backend) -> tuple[Tensor, Tensor]:
+    with uncast(w.device):
+        return implementation(w.device, backend).amax_with_product(w, a, bias)
+
+
 def _token_sum(x, backend) -> Tensor:
     return implementation(x.device, backend).token_sum(x)
 
@@ -88,6 +100,12 @@ def _quantize_with_sum(x, *arguments) -> tuple[Tensor, ...]:
     return *outputs(x, tuple(both), given, shared), total
 
 
+op(
+    "amax_with_product(Tensor w, Tensor a, Tensor? bias, str backend) -> (Tensor, Tensor)",
+    _amax_with_product,
+    lambda w, a, bias, backend: (w.new_empty((), dtype=torch.float32), w.new_empty(w.shape[0], dtype=torch.float32)),
+    lambda w_shape, *rest, out_shape=None, **named: 2 * w_shape[0] * w_shape[1],
+)
 op(
     "token_sum(Tensor x, str backend) -> Tensor",
     _token_sum,

@@ -20,7 +20,14 @@ from halfbyte.reference.grouped import (
 from halfbyte.reference.hadamard import rotate, signs
 from halfbyte.reference.logits import logit_gradient_, logit_peak, logit_sums
 from halfbyte.reference.matmul import Decoded, decode, dequantize, from_values, gemm_nt, plain
-from halfbyte.reference.mean import quantize_residual, quantize_with_sum, residual_of, token_mean, token_sum
+from halfbyte.reference.mean import (
+    amax_with_product,
+    quantize_residual,
+    quantize_with_sum,
+    residual_of,
+    token_mean,
+    token_sum,
+)
 from halfbyte.reference.norm import Statistics, norm, norm_backward
 from halfbyte.reference.nvfp4 import quantize, quantize_row_col, row_col_amax, transpose
 from halfbyte.reference.scale import finite_amax, greatest_amax
@@ -33,6 +40,7 @@ __all__ = [
     "activation_backward",
     "activation_backward_with_amaxes",
     "activation_with_amaxes",
+    "amax_with_product",
     "column_outliers",
     "decode",
     "dequantize",

@@ -7,9 +7,11 @@ from torch import Tensor
 
 from halfbyte.arithmetic import residual_dtype
 from halfbyte.layout import Blocks, matrix_shape
+from halfbyte.reference.matmul import gemm_nt, plain
 from halfbyte.reference.norm import column_sum
 from halfbyte.reference.nvfp4 import quantize_row_col
-from halfbyte.sides import Side
+from halfbyte.reference.scale import finite_amax
+from halfbyte.sides import Epilogue, Side
 
 
 def token_sum(x: Tensor) -> Tensor:
@@ -47,3 +49,9 @@ def quantize_residual(
 def quantize_with_sum(x: Tensor, row: Side | None, col: Side | None) -> tuple[Blocks | None, Blocks | None, Tensor]:
     """Return what `quantize_row_col` does of x [M, K], and the sum of its columns, fp32 [K]."""
     return *quantize_row_col(x, row, col), token_sum(x)
+
+
+def amax_with_product(w: Tensor, a: Tensor, bias: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """Return max |w| over the finite elements of w [N, K], fp32 []; and nt(a, w) + bias of a row a [K], fp32 [N]."""
+    product = gemm_nt(plain(a[None]), plain(w), Epilogue(torch.float32, bias))
+    return finite_amax(w), product[0]

@@ -1,7 +1,7 @@
 """Sums and means over tokens: the order of halfbyte/arithmetic.py, which lies well on a GPU.
 
 A lane of that order is a program's: it adds every 32nd group of rows of its columns, so that x is read once and all
-that is written is 32 numbers a column. A second kernel adds these up.
+that is written is 32 numbers a column, which the last program of the columns adds up.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from halfbyte.kernels.device import casts as pm
 from halfbyte.kernels.device import decode as dc
 from halfbyte.kernels.device import overlap
 from halfbyte.kernels.device import running_max as rm
+from halfbyte.kernels.device.loads import masked_load, masked_store
 from halfbyte.kernels.device.running_max import ROW_GROUP
 from halfbyte.kernels.launch import jit
 from halfbyte.kernels.target import target_of
 from halfbyte.layout import ceil_div
 
 GROUP_LANES = tl.constexpr(GROUP_LANES_)
-MEAN_COLUMNS, MEAN_WARPS = 32, 1  # of a program that adds up lanes: a line of each
 
 
 class SumTile(NamedTuple):
@@ -36,8 +36,9 @@ class SumTile(NamedTuple):
     ahead: int
 
 
-SUM_TILES = (SumTile(512, 4, 1), SumTile(256, 2, 1), SumTile(128, 1, 2))  # the first that fills the GPU
-PER_SM = 4  # programs
+SUM_TILES = (SumTile(128, 1, 1), SumTile(64, 1, 2))  # the first that fills the GPU
+PER_SM = 12  # programs
+PARTS, PART_COLUMNS, PART_WARPS = 128, 32, 4  # that a program adds at once
 INTERPRETED_TILE = SumTile(2048, 1, 1)  # the interpreter pays by the operation
 
 
@@ -50,18 +51,35 @@ def add_rows(xs, FIRST: tl.constexpr):
     return total
 
 
+@triton.jit
+def added_lanes(lanes_ptr, col, cols, FULL: tl.constexpr):
+    """Return the sum of the lanes [GROUP_LANES, cols] of columns `col`: (0, 1), (2, 3), ... meet, until one is left."""
+    xs = ()
+    for lane in tl.static_range(GROUP_LANES):
+        xs = xs + (masked_load(lanes_ptr + lane * tl.cast(cols, tl.int64) + col, col < cols, FULL),)
+    for stage in tl.static_range(5):
+        met = ()
+        for i in tl.static_range(GROUP_LANES >> (stage + 1)):
+            met = met + (xs[2 * i] + xs[2 * i + 1],)
+        xs = met
+    return xs[0]
+
+
 @jit
 def token_sum_kernel(
-    x_ptr, lanes_ptr, rows, cols, stride_r, C: tl.constexpr, AHEAD: tl.constexpr, FULL: tl.constexpr,
-    OVERLAP: tl.constexpr,
+    x_ptr, lanes_ptr, out_ptr, tickets_ptr, rows, cols, stride_r, MEAN: tl.constexpr, C: tl.constexpr,
+    AHEAD: tl.constexpr, FULL: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
-    """lanes [GROUP_LANES, cols]: lane l adds the sums of row groups l, l + GROUP_LANES, ... of x [rows, cols].
+    """out [cols] = the sum of x [rows, cols]; MEAN: divided by `rows`, rounded, 0 where it is not finite.
 
+    lanes [GROUP_LANES, cols]: lane l adds the sums of row groups l, l + GROUP_LANES, ...; the last program of a tile of
+    columns adds them up.
     FULL: whole tiles of AHEAD groups in every lane, and of C columns.
     """
     overlap.begin(OVERLAP)
     lane = tl.program_id(0) % GROUP_LANES
-    col = tl.program_id(0) // GROUP_LANES * C + tl.arange(0, C)
+    tile = tl.program_id(0) // GROUP_LANES
+    col = tile * C + tl.arange(0, C)
     stride = tl.cast(stride_r, tl.int64)
     total = tl.zeros((C,), tl.float32)
     STEP: tl.constexpr = GROUP_LANES * ROW_GROUP
@@ -72,27 +90,14 @@ def token_sum_kernel(
             xs = xs + rm.load_group(x_ptr + first * stride, first, rows, col, cols, stride, ROW_GROUP, FULL)
         for j in tl.static_range(AHEAD):
             total += add_rows(xs, j * ROW_GROUP)
-    tl.store(lanes_ptr + lane * tl.cast(cols, tl.int64) + col, total, mask=col < cols)
-
-
-@jit
-def token_mean_kernel(
-    lanes_ptr, out_ptr, rows, cols, MEAN: tl.constexpr, C: tl.constexpr, OVERLAP: tl.constexpr
-):  # fmt: skip
-    """out [cols] = the sum of lanes [GROUP_LANES, cols]; MEAN: divided by `rows`, rounded, 0 where it is not finite."""
-    overlap.begin(OVERLAP)
-    col = tl.program_id(0) * C + tl.arange(0, C)
-    lane = tl.arange(0, GROUP_LANES)
-    pointers = lanes_ptr + lane[:, None] * tl.cast(cols, tl.int64) + col[None, :]
-    total = tl.load(pointers, mask=(col < cols)[None, :], other=0.0)
-    for stage in tl.static_range(5):
-        total = tl.sum(tl.reshape(total, (GROUP_LANES >> (stage + 1), 2, C)), axis=1)
-    total = tl.reshape(total, (C,))
-    if MEAN:
-        total = tl.div_rn(total, tl.zeros((C,), tl.float32) + rows)
-        total = pm.to_fp32(dc.cast(total, out_ptr.dtype.element_ty))
-        total = tl.where(tl.abs(total) < float("inf"), total, 0.0)
-    tl.store(out_ptr + col, dc.cast(total, out_ptr.dtype.element_ty), mask=col < cols)
+    masked_store(lanes_ptr + lane * tl.cast(cols, tl.int64) + col, total, col < cols, FULL)
+    if rm.arrives_last(tickets_ptr + tile, GROUP_LANES):
+        total = added_lanes(lanes_ptr, col, cols, FULL)
+        if MEAN:
+            total = tl.div_rn(total, tl.zeros((C,), tl.float32) + rows)
+            total = pm.to_fp32(dc.cast(total, out_ptr.dtype.element_ty))
+            total = tl.where(tl.abs(total) < float("inf"), total, 0.0)
+        masked_store(out_ptr + col, dc.cast(total, out_ptr.dtype.element_ty), col < cols, FULL)
 
 
 def token_sum(x: Tensor) -> Tensor:
@@ -101,8 +106,40 @@ def token_sum(x: Tensor) -> Tensor:
 
 
 def token_mean(x: Tensor) -> Tensor:
-    """Do what `halfbyte.reference.token_mean` does, in two launches."""
+    """Do what `halfbyte.reference.token_mean` does, in one launch."""
     return _summed(x, residual_dtype(x.dtype), mean=True)
+
+
+@jit(do_not_specialize=("parts",))
+def parts_sum_kernel(
+    parts_ptr, out_ptr, parts, cols, P: tl.constexpr, C: tl.constexpr, OVERLAP: tl.constexpr
+):  # fmt: skip
+    """out [cols] = the sum of parts [parts, cols]."""
+    overlap.begin(OVERLAP)
+    col = tl.program_id(0) * C + tl.arange(0, C)
+    total = tl.zeros((P, C), tl.float32)
+    for first in range(0, parts, P):
+        part = first + tl.arange(0, P)
+        pointers = parts_ptr + part[:, None] * tl.cast(cols, tl.int64) + col[None, :]
+        total += tl.load(pointers, mask=(part < parts)[:, None] & (col < cols)[None, :], other=0.0)
+    tl.store(out_ptr + col, tl.sum(total, axis=0), mask=col < cols)
+
+
+def parts_added(sums: Tensor) -> Tensor:
+    """Return the sum of parts [parts, cols] of sums over tokens, fp32 [cols], in an order of its own."""
+    parts, cols = sums.shape
+    out = torch.empty(cols, dtype=torch.float32, device=sums.device)
+    parts_sum_kernel[(ceil_div(cols, PART_COLUMNS),)](
+        sums,
+        out,
+        parts,
+        cols,
+        P=PARTS,
+        C=PART_COLUMNS,
+        **overlap.launch_options(sums.device),
+        num_warps=PART_WARPS,
+    )
+    return out
 
 
 def sum_tile(cols: int, device: torch.device) -> SumTile:
@@ -122,29 +159,21 @@ def _summed(x: Tensor, dtype: torch.dtype, *, mean: bool) -> Tensor:
     x = x if x.stride(1) == 1 else x.contiguous()
     tile = sum_tile(cols, x.device)
     lanes = torch.empty(GROUP_LANES_, cols, dtype=torch.float32, device=x.device)
-    options = overlap.launch_options(x.device)
-    token_sum_kernel[(GROUP_LANES_ * ceil_div(cols, tile.cols),)](
+    tiles = ceil_div(cols, tile.cols)
+    token_sum_kernel[(GROUP_LANES_ * tiles,)](
         x,
         lanes,
+        out,
+        rm.tickets(tiles, x.device),
         rows,
         cols,
         x.stride(0),
+        MEAN=mean,
         C=tile.cols,
         AHEAD=tile.ahead,
         FULL=rows % (GROUP_LANES_ * ROW_GROUP.value * tile.ahead) == cols % tile.cols == 0,
-        **options,
+        **overlap.launch_options(x.device),
         num_warps=tile.num_warps,
-        enable_fp_fusion=False,
-    )
-    token_mean_kernel[(ceil_div(cols, MEAN_COLUMNS),)](
-        lanes,
-        out,
-        rows,
-        cols,
-        MEAN=mean,
-        C=MEAN_COLUMNS,
-        **options,
-        num_warps=MEAN_WARPS,
         enable_fp_fusion=False,
     )
     return out

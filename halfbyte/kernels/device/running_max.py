@@ -112,6 +112,11 @@ def workspace_of_rows(rows: int, device: torch.device) -> Tensor:
     return _workspace(device, ROW_SLOTS.value * triton.next_power_of_2(rows))
 
 
+def tickets(count: int, device: torch.device) -> Tensor:
+    """Return such zeros where `count` groups of programs meet, one for each."""
+    return _workspace(device, max(SLOTS, triton.next_power_of_2(count)))
+
+
 def fresh_signs(wanted: Wanted, sign_draw: Draw | None) -> tuple[Tensor | None, int]:
     """Return where fresh signs are drawn, as kernels take it."""
     if not wanted.fresh:
@@ -247,6 +252,19 @@ def store_row_maxima(row_ptr, y_ptr, row0, rows, cols, WANTED: tl.constexpr):
                 y = tl.load(pointers, mask=(row < rows)[:, None] & (col < cols)[None, :], other=0.0)
                 m = tl.maximum(m, finite_magnitude_bits(pm.to_fp32(y)))
             tl.store(row_ptr + row, tl.max(m, axis=1).to(tl.float32, bitcast=True), mask=row < rows)
+
+
+@triton.jit
+def arrives_last(ticket_ptr, programs):
+    """Say whether this program is the last of `programs` that meet at a ticket of 0, which it leaves behind.
+
+    It sees what all of them stored before.
+    """
+    tl.debug_barrier()  # all threads have stored
+    is_last = tl.atomic_add(ticket_ptr, 1, sem="acq_rel") == programs - 1
+    if is_last:
+        tl.atomic_xchg(ticket_ptr, 0, sem="relaxed")
+    return is_last
 
 
 @triton.jit

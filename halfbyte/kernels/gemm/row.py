@@ -11,6 +11,7 @@ import triton.language as tl
 from torch import Tensor
 
 from halfbyte.kernels.device import casts as pm
+from halfbyte.kernels.device import magnitudes as mg
 from halfbyte.kernels.device import overlap
 from halfbyte.kernels.gemm.row_route import RowTile
 from halfbyte.kernels.gemm.tile import Ending, Products, Rows, finish, store_tile
@@ -29,6 +30,36 @@ def pairs_added(x):
         return pairs_added(tl.sum(tl.reshape(x, (R, L // 2, 2)), axis=2))
 
 
+@triton.jit
+def lane_sums(a_ptr, p_b, m, lane, K, R: tl.constexpr, AHEAD: tl.constexpr, RAISE: tl.constexpr):
+    """Return the lanes of R products of a [K] and rows of b, and m; RAISE: raised by the magnitudes of b.
+
+    p_b: where lanes of each row begin, [R, LANES]. m: int32 bits [R, LANES], or anything.
+    """
+    LANES: tl.constexpr = lane.shape[0]
+    acc = tl.zeros((R, LANES), tl.float32)
+    STEP: tl.constexpr = LANES * AHEAD
+    whole = K // STEP * STEP
+    for i_k in range(0, whole, STEP):
+        xs = ()
+        ys = ()
+        for j in tl.static_range(AHEAD):
+            xs = xs + (tl.load(a_ptr + i_k + j * LANES + lane),)
+            ys = ys + (tl.load(p_b + i_k + j * LANES),)
+        for j in tl.static_range(AHEAD):
+            acc += pm.to_fp32(xs[j])[None, :] * pm.to_fp32(ys[j])
+            if RAISE:
+                m = tl.maximum(m, mg.magnitude_bits(ys[j]))
+    for i_k in range(whole, K, LANES):
+        inside = i_k + lane < K
+        x = tl.load(a_ptr + i_k + lane, mask=inside, other=0.0)
+        y = tl.load(p_b + i_k, mask=inside[None, :], other=0.0)
+        acc += pm.to_fp32(x)[None, :] * pm.to_fp32(y)
+        if RAISE:
+            m = tl.maximum(m, mg.magnitude_bits(y))
+    return acc, m
+
+
 @jit(do_not_specialize=("shape.N",))
 def row_product_kernel(
     a_ptr, b, out, addend, applied, shape, by,
@@ -45,22 +76,7 @@ def row_product_kernel(
     lane = tl.arange(0, LANES)
     # Rows beyond the edge read the last one in place of a mask: their results are never stored.
     p_b = b.ptr + tl.minimum(o_n, N - 1).to(tl.int64)[:, None] * b.stride + lane[None, :]
-    acc = tl.zeros((R, LANES), tl.float32)
-    STEP: tl.constexpr = LANES * AHEAD
-    whole = K // STEP * STEP
-    for i_k in range(0, whole, STEP):
-        xs = ()
-        ys = ()
-        for j in tl.static_range(AHEAD):
-            xs = xs + (tl.load(a_ptr + i_k + j * LANES + lane),)
-            ys = ys + (tl.load(p_b + i_k + j * LANES),)
-        for j in tl.static_range(AHEAD):
-            acc += pm.to_fp32(xs[j])[None, :] * pm.to_fp32(ys[j])
-    for i_k in range(whole, K, LANES):
-        inside = i_k + lane < K
-        x = tl.load(a_ptr + i_k + lane, mask=inside, other=0.0)
-        y = tl.load(p_b + i_k, mask=inside[None, :], other=0.0)
-        acc += pm.to_fp32(x)[None, :] * pm.to_fp32(y)
+    acc, _ = lane_sums(a_ptr, p_b, 0, lane, K, R, AHEAD, False)
     o_m = tl.arange(0, 1)
     y = finish(pairs_added(acc)[None, :], o_m, o_n, M, N, applied, by, FACTORS)
     store_tile(y, out, addend, o_m, o_n, M, N)

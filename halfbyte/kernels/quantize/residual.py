@@ -9,7 +9,7 @@ from torch import Tensor
 
 from halfbyte.arithmetic import residual_dtype
 from halfbyte.kernels.amax.rotated import launch_rotated
-from halfbyte.kernels.amax.token_sum import token_sum
+from halfbyte.kernels.amax.token_sum import parts_added, token_sum
 from halfbyte.kernels.device import casts as pm
 from halfbyte.kernels.device import decode as dc
 from halfbyte.kernels.device import overlap
@@ -91,4 +91,4 @@ def quantize_with_sum(x: Tensor, row: Side | None, col: Side | None) -> tuple[Bl
     sums = torch.empty(parts, x.shape[1], dtype=torch.float32, device=x.device)
     col_amax, row_amax = launch_rotated(amaxes, col.sign_draw, None, sums)
     operands = launch_both(both, x, None, row._replace(amax=row_amax), col._replace(amax=col_amax))
-    return *operands, sums.sum(0)
+    return *operands, parts_added(sums)
