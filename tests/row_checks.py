@@ -14,7 +14,7 @@ from kernel_checks import same
 from torch import Tensor
 
 from halfbyte.kernels import launch
-from halfbyte.kernels.gemm import dense, row_route
+from halfbyte.kernels.gemm import dense, row_amax, row_route
 from halfbyte.kernels.gemm.row_route import ROW_LANES, RowTile
 from halfbyte.kernels.unpack.dequantize import Decoded
 from halfbyte.sides import Epilogue
@@ -197,7 +197,72 @@ def check_nothing(device: str) -> None:
         same(multiplied(Decoded(a), Decoded(b), Epilogue(FP32, bias)), bias[None])
 
 
+def with_amax(w: Tensor, a: Tensor, bias: Tensor | None = None) -> tuple[Tensor, Tensor, list[str]]:
+    """Return what `amax_with_product` does, and the kernels that did it."""
+    seen = Names()
+    with launch.watching(seen):
+        found = row_amax.amax_with_product(w, a, bias)
+    return *found, seen.found
+
+
+def check_amax_too(device: str) -> None:
+    """Amax and product of one read: bits of a plain maximum, and of the product alone; any sizes and dtypes."""
+    for N, K, (a_dtype, w_dtype), around in CASES:
+        a, w, bias = values(1, K, a_dtype, seed=1)[0], values(N, K, w_dtype, around), torch.arange(N) / 4
+        for extra in (None, bias, bias.to(BF16)):
+            mine = None if extra is None else extra.to(device)
+            amax, y, names = with_amax(on(device, w), a.to(device), mine)
+            assert names == ["row_product_amax_kernel"]
+            same(amax, w.float().abs().max())
+            same(y, in_order(a[None], w)[0] + (0 if extra is None else extra.float()))
+
+
+def check_amax_of_programs_with_many_rows(device: str) -> None:
+    """What a program reads at once decides nothing, nor how many rows it goes through; the largest is in any place."""
+    N, K = 150, 2 * ROW_LANES + 40
+    a, w = values(1, K, BF16)[0].to(device), values(N, K, BF16).to(device)
+    expected = in_order(a[None], w)[0]
+    for tile in (RowTile(1, 4, 4, 1), RowTile(2, 4, 1, 2), RowTile(4, 4, 2, 1)):
+        with pytest.MonkeyPatch.context() as patch:
+            for name in ("AMAX_TILE", "INTERPRETED_TILE"):
+                patch.setattr(row_route, name, tile)
+            patch.setattr(row_route, "parts_of", lambda units, beside, per_sm, device: min(units, 3 * per_sm))
+            for row, col in ((0, 0), (N - 1, K - 1), (N - 2, 1030), (77, 5)):
+                largest = w.clone()
+                largest[row, col] = -300.0
+                amax, y, _ = with_amax(largest, a)
+                same(amax, torch.tensor(300.0))
+                others = torch.arange(N, device=device) != row
+                same(y[others], expected[others])
+
+
+def check_amax_not_finite(device: str) -> None:
+    """NaN and Inf are left out of the amax, and reach the rows that they belong to."""
+    a, w = values(1, 2500, BF16)[0].to(device), values(9, 2500, BF16)
+    w[1, 3], w[2, 2499], w[4, 1030] = (float(word) for word in ("nan", "nan", "inf"))
+    amax, y, _ = with_amax(w.to(device), a)
+    same(amax, w.float().nan_to_num(0, 0, 0).abs().max())
+    same(y.isfinite(), torch.tensor([True, False, False, True, False, True, True, True, True], device=device))
+    same(with_amax(torch.full_like(w, float("nan")).to(device), a)[0], torch.tensor(0.0))
+
+
+def check_amax_apart(device: str) -> None:
+    """Columns that do not lie together, and no values: the amax and the product apart, as they are elsewhere."""
+    a, w = torch.arange(40.0) - 9, (torch.arange(960.0) % 37 - 20).view(40, 24)  # whole numbers, which no order changes
+    amax, y, names = with_amax(w.to(device).T, a.to(device))
+    assert "row_product_amax_kernel" not in names
+    same(amax, w.abs().max())
+    same(y, (a.double() @ w.double()).float())
+    for N, K in ((0, 16), (5, 0)):
+        nothing, ones = torch.zeros(N, K, device=device), torch.ones(N, device=device)
+        amax, y, _ = with_amax(nothing, torch.zeros(K, device=device), ones)
+        same(amax, torch.tensor(0.0))
+        same(y, torch.ones(N))
+
+
+AMAX_CHECKS = (check_amax_too, check_amax_of_programs_with_many_rows, check_amax_not_finite, check_amax_apart)
 CHECKS = (
+    *AMAX_CHECKS,
     check_tiles,
     check_ends,
     check_outputs,

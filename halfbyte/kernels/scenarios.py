@@ -262,6 +262,7 @@ def means(_: Target) -> Iterator[Scenario]:
         yield Scenario(f"sum over tokens, {name}", partial(backend.token_sum, x), whole)
         yield Scenario(f"mean over tokens, {name}", partial(backend.token_mean, x), whole)
         mean = tensor(x.shape[1], dtype=residual_dtype(x.dtype))
+        yield Scenario(f"amax and product of a row, {name}", partial(backend.amax_with_product, x, mean), whole)
         for pair in TUNED_PAIRS:
             call = partial(backend.quantize_residual, x, mean, *both_sides(*pair, **places(*pair)))
             keys = " + ".join(spec.key if spec else "none" for spec in pair)

@@ -27,13 +27,14 @@ PAIRS: dict[str, tuple[Spec, Spec]] = {"nvfp4": (NVFP4(), RHT), "mxfp8 column": 
 
 
 def mean(device: torch.device, backend: str | None) -> Iterator[Finding]:
-    """token_sum, token_mean, quantize_residual, quantize_with_sum and grouped_token_sum, whole and ragged."""
+    """token_sum, token_mean, quantize_residual, quantize_with_sum, amax_with_product and grouped_token_sum."""
     for what, shape, dtype in named(SHAPES, DTYPES):
         where = device, backend, shape, dtype
         yield GROUP, f"token_sum and token_mean, {what}", lambda w=where: _sums(*w)
         for name, pair in PAIRS.items():
             yield GROUP, f"quantize_residual, {what}, {name}", lambda w=where, p=pair: _residual(*w, p)
         yield GROUP, f"quantize_with_sum, {what}", lambda w=where: _with_sum(*w)
+        yield GROUP, f"amax_with_product, {what}", lambda w=where: _amax_with_product(*w)
         yield GROUP, f"grouped_token_sum, {what}", lambda w=where: _sums_of_groups(*w)
 
 
@@ -87,6 +88,15 @@ def _with_sum(device, backend, shape, dtype) -> str | None:
         results.append((_tensors(*operands), total))
     (mine, total), (theirs, _) = results
     return _first(mine, theirs) or sum_problem(total, x)
+
+
+def _amax_with_product(device, backend, shape, dtype) -> str | None:
+    w, bias = _x(shape, dtype), torch.arange(shape[0], dtype=torch.float32)
+    a = _x((1, shape[1]), dtype)[0]
+    amax, product = ops.amax_with_product(w.to(device), a.to(device), bias.to(device), backend)
+    expected, _ = ops.amax_with_product(w, a, None, "reference")
+    terms = torch.cat((w.double() * a.double(), bias.double()[:, None]), dim=1)
+    return _first([amax], [expected]) or sum_problem(product, terms.T)
 
 
 def sum_problem(total: Tensor, x: Tensor) -> str | None:

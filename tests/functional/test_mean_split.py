@@ -51,6 +51,7 @@ def test_opcheck(dtype):
     x, some = torch.randn(20, 32).to(dtype), {"test_utils": ("test_schema", "test_faketensor")}
     opcheck(HB.token_mean, (x, ""), **some)
     opcheck(HB.token_sum, (x, ""), **some)
+    opcheck(HB.amax_with_product, (x, x[0].clone(), None, ""), **some)
     keys, draw = (hb.NVFP4().key, hb.NVFP4().key), (None, 0, 0, None, None, 0)
     opcheck(HB.quantize_residual, (x, ops.token_mean(x), *keys, *draw, None, None, "linear", True, False, ""), **some)
     opcheck(HB.quantize_with_sum, (x, *keys, *draw, None, None, "linear", True, True, ""), **some)
@@ -119,6 +120,30 @@ def test_weight_gradients_add_up_in_a_buffer(dtype):
     buffer = torch.full((24, 32), 100.0)
     hb.linear(x, w, None, SPLIT, rng=RNG, main_grad=buffer).backward(dy)
     assert torch.allclose(buffer - 100, alone, atol=2e-4)
+
+
+@pytest.mark.parametrize("bias", [None, torch.arange(24.0)])
+def test_a_weight_is_read_once_for_its_amax_and_its_product(monkeypatch, bias):
+    """Unless its amax is known, or its operands are: with equal results."""
+    x, w = make("normal", (20, 32), torch.bfloat16, 4) + 3, make("normal", (24, 32), torch.bfloat16, 4)
+    asked = []
+    both = ops.amax_with_product
+    monkeypatch.setattr(ops, "amax_with_product", lambda *arguments: asked.append(arguments) or both(*arguments))
+    y = hb.linear(x, w, bias, SPLIT, rng=RNG)
+    assert len(asked) == 1 and asked[0][0].data_ptr() == w.data_ptr()
+    known = hb.linear(x, w, bias, SPLIT, rng=RNG, weight_amax=w.abs().max().float())
+    kept = hb.linear(x, w, bias, hb.recipes.nvfp4(), rng=RNG)
+    assert len(asked) == 1 and torch.equal(y, known) and not torch.equal(y, kept)
+
+
+def test_one_weight_with_an_amax_a_row_is_multiplied_apart(monkeypatch):
+    row = hb.NVFP4(outer="row")
+    fprop = dataclasses.replace(SPLIT.fprop, b=row)
+    recipe = dataclasses.replace(SPLIT, fprop=fprop, dgrad=None)
+    monkeypatch.setattr(ops, "amax_with_product", None)
+    x, w = make("normal", (20, 32), torch.bfloat16, 4) + 30, make("normal", (24, 32), torch.bfloat16, 4)
+    y = hb.linear(x, w, None, recipe, rng=RNG)
+    assert (y.float() - x.float() @ w.float().T).norm() < 0.1 * (x.float() @ w.float().T).norm()
 
 
 def test_cached_weights_give_the_same():

@@ -5,6 +5,7 @@ import pytest
 import torch
 
 from halfbyte.kernels import backend
+from halfbyte.kernels.amax import route as amax_route
 from halfbyte.kernels.amax import token_sum
 from halfbyte.kernels.gemm import dense
 from halfbyte.kernels.quantize import both_route, residual
@@ -23,12 +24,26 @@ def test_mean(dtype):
     checks.check_mean(checks.values((20, 64), dtype)[:, 3:40], "cpu")
 
 
-def test_mean_of_whole_tiles():
-    """All programs read without masks, and two groups before they add one."""
+@pytest.mark.parametrize("rows, cols", [(1024, 64), (3072, 128), (2100, 70), (2048, 20)])
+def test_mean_of_many_turns(rows, cols):
+    """Whole tiles and others, two groups before one is added; from 2048 rows on x is read in two halves."""
     tile = token_sum.SumTile(64, 1, 2)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(token_sum, "sum_tile", lambda cols, device: tile)
-        checks.check_mean(checks.values((1024, 64), BF16), "cpu")
+        checks.check_mean(checks.values((rows, cols), BF16), "cpu")
+
+
+def test_programs_that_meet_leave_their_tickets_as_they_were():
+    x = checks.values((40, 5000), BF16)  # several tiles of columns, each with a ticket
+    for _ in range(3):
+        checks.check_mean(x, "cpu")
+
+
+def test_parts_of_a_sum():
+    """More parts than are added at once; whole numbers, which no order changes."""
+    for parts, cols in ((1, 5), (128, 32), (300, 70)):
+        sums = torch.randint(-99, 100, (parts, cols)).float()
+        assert torch.equal(token_sum.parts_added(sums), sums.sum(0))
 
 
 @pytest.mark.parametrize("shape", [(0, 8), (4, 0)])
@@ -72,6 +87,18 @@ def test_a_mean_subtracted_on_load(pair, shape, bad, monkeypatch):
     checks.check_transient(checks.values(shape, BF16, calm=True), pair, "cpu")
     monkeypatch.setattr(residual, "token_sum", None)
     checks.check_with_sum(checks.values(shape, BF16), pair, "cpu")
+
+
+@pytest.mark.parametrize("rows", [176, 170])
+def test_rows_are_read_from_the_end(rows, monkeypatch):
+    """Programs of several groups of rows, of which the last may be cut: each is read once, wherever the largest is."""
+    monkeypatch.setattr(both_route, "SMALL_PAIR_VALUES", 0)
+    monkeypatch.setattr(residual, "residual_of", None)
+    monkeypatch.setattr(amax_route.mg, "parts_of", lambda units, beside, per_sm, device: min(units, 4))
+    for row in (0, 20, 100, rows - 1):
+        x = checks.values((rows, 72), BF16, calm=True)
+        x[row, 3] = 500.0
+        checks.check_quantized(x, checks.PAIRS[0], "cpu")
 
 
 @pytest.mark.parametrize("variant", ["tma", "pointer"])

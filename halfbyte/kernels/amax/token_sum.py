@@ -6,7 +6,7 @@ that is written is 32 numbers a column, which the last program of the columns ad
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -42,12 +42,49 @@ PARTS, PART_COLUMNS, PART_WARPS = 128, 32, 4  # that a program adds at once
 INTERPRETED_TILE = SumTile(2048, 1, 1)  # the interpreter pays by the operation
 
 
+class Part(NamedTuple):
+    """Rows `first` to `end` of a matrix with contiguous rows."""
+
+    ptr: Any
+    stride: Any
+    first: Any
+    end: Any
+
+
 @triton.jit
 def add_rows(xs, FIRST: tl.constexpr):
     """Return the sum of ROW_GROUP rows of values as stored, from row FIRST of xs on, in order from +0."""
     total = tl.zeros(xs[0].shape, tl.float32)
     for i in tl.static_range(ROW_GROUP):
         total += pm.to_fp32(xs[FIRST + i])
+    return total
+
+
+@triton.jit
+def load_rows(ptr, row0, rows, col, cols, stride, FULL: tl.constexpr, KEPT: tl.constexpr):
+    """Return ROW_GROUP rows, as `rm.load_group` does. KEPT: what caches are told."""
+    xs = ()
+    for i in tl.static_range(ROW_GROUP):
+        if FULL:
+            x = tl.load(ptr + (i * stride + col), eviction_policy=KEPT)
+        else:
+            inside = (col < cols) & (row0 + i < rows)
+            x = tl.load(ptr + (i * stride + col), mask=inside, other=0, eviction_policy=KEPT)
+        xs = xs + (x,)
+    return xs
+
+
+@triton.jit
+def add_groups(total, x, rows, col, cols, AHEAD: tl.constexpr, FULL: tl.constexpr, KEPT: tl.constexpr):
+    """Add to a lane the sums of its row groups of a Part of x, which ends with a turn or with all rows."""
+    STEP: tl.constexpr = GROUP_LANES * ROW_GROUP
+    for row0 in range(x.first, x.end, STEP * AHEAD):
+        xs = ()
+        for j in tl.static_range(AHEAD):
+            first = row0 + j * STEP
+            xs = xs + load_rows(x.ptr + first * x.stride, first, rows, col, cols, x.stride, FULL, KEPT)
+        for j in tl.static_range(AHEAD):
+            total += add_rows(xs, j * ROW_GROUP)
     return total
 
 
@@ -82,14 +119,14 @@ def token_sum_kernel(
     col = tile * C + tl.arange(0, C)
     stride = tl.cast(stride_r, tl.int64)
     total = tl.zeros((C,), tl.float32)
-    STEP: tl.constexpr = GROUP_LANES * ROW_GROUP
-    for row0 in range(lane * ROW_GROUP, rows, STEP * AHEAD):
-        xs = ()
-        for j in tl.static_range(AHEAD):
-            first = row0 + j * STEP
-            xs = xs + rm.load_group(x_ptr + first * stride, first, rows, col, cols, stride, ROW_GROUP, FULL)
-        for j in tl.static_range(AHEAD):
-            total += add_rows(xs, j * ROW_GROUP)
+    first = lane * ROW_GROUP
+    if MEAN:  # x is read again next, from its end, of which caches keep more if they let go of the rest
+        TURN: tl.constexpr = GROUP_LANES * ROW_GROUP * AHEAD
+        half = rows // 2 // TURN * TURN
+        total = add_groups(total, Part(x_ptr, stride, first, half), rows, col, cols, AHEAD, FULL, "evict_first")
+        total = add_groups(total, Part(x_ptr, stride, first + half, rows), rows, col, cols, AHEAD, FULL, "evict_last")
+    else:
+        total = add_groups(total, Part(x_ptr, stride, first, rows), rows, col, cols, AHEAD, FULL, "")
     masked_store(lanes_ptr + lane * tl.cast(cols, tl.int64) + col, total, col < cols, FULL)
     if rm.arrives_last(tickets_ptr + tile, GROUP_LANES):
         total = added_lanes(lanes_ptr, col, cols, FULL)
