@@ -95,7 +95,7 @@ def test_rows_are_read_from_the_end(rows, monkeypatch):
     monkeypatch.setattr(both_route, "SMALL_PAIR_VALUES", 0)
     monkeypatch.setattr(residual, "residual_of", None)
     monkeypatch.setattr(amax_route.mg, "parts_of", lambda units, beside, per_sm, device: min(units, 4))
-    for row in (0, 20, 100, rows - 1):
+    for row in (0, 20, 50, 100, 130, rows - 1):
         x = checks.values((rows, 72), BF16, calm=True)
         x[row, 3] = 500.0
         checks.check_quantized(x, checks.PAIRS[0], "cpu")
