@@ -66,7 +66,6 @@ SPILLS = {
     ("activation_backward_kernel", "sm_120"): 8,
     ("packed_amax_kernel", "sm_100"): 48,
     ("packed_amax_kernel", "sm_103"): 48,
-    ("token_sum_kernel", "sm_120"): 8,
 }
 """Bytes that tuned launches of a kernel are known to spill on a target, at most: never more, better fewer.
 

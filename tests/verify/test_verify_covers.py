@@ -94,9 +94,11 @@ def test_a_wrong_bit_of_an_activation_is_noticed(monkeypatch, triton_on_the_cpu)
 
 def test_a_wrong_bit_of_a_mean_is_noticed(monkeypatch, triton_on_the_cpu):
     checks = {what: check for _, what, check in mean.mean(CPU, "triton") if "37x83 bfloat16" in what}
-    assert len(checks) == 5 and not any(check() for check in checks.values())
+    assert len(checks) == 6 and not any(check() for check in checks.values())
     monkeypatch.setattr(mean.ops, "token_mean", altered(mean.ops.token_mean, 0))
     assert "result 1" in checks["token_sum and token_mean, 37x83 bfloat16"]()
+    monkeypatch.setattr(mean.ops, "amax_with_product", altered(mean.ops.amax_with_product, 0))
+    assert "result 0" in checks["amax_with_product, 37x83 bfloat16"]()
 
 
 def test_a_sum_over_tokens_may_be_added_in_any_order_and_miss_nothing():

@@ -42,7 +42,7 @@ PARTS, PART_COLUMNS, PART_WARPS = 128, 32, 4  # that a program adds at once
 INTERPRETED_TILE = SumTile(2048, 1, 1)  # the interpreter pays by the operation
 
 
-class Part(NamedTuple):
+class RowsOfLane(NamedTuple):
     """Rows `first` to `end` of a matrix with contiguous rows."""
 
     ptr: Any
@@ -61,7 +61,7 @@ def add_rows(xs, FIRST: tl.constexpr):
 
 
 @triton.jit
-def load_rows(ptr, row0, rows, col, cols, stride, FULL: tl.constexpr, KEPT: tl.constexpr):
+def load_kept_rows(ptr, row0, rows, col, cols, stride, FULL: tl.constexpr, KEPT: tl.constexpr):
     """Return ROW_GROUP rows, as `rm.load_group` does. KEPT: what caches are told."""
     xs = ()
     for i in tl.static_range(ROW_GROUP):
@@ -76,13 +76,13 @@ def load_rows(ptr, row0, rows, col, cols, stride, FULL: tl.constexpr, KEPT: tl.c
 
 @triton.jit
 def add_groups(total, x, rows, col, cols, AHEAD: tl.constexpr, FULL: tl.constexpr, KEPT: tl.constexpr):
-    """Add to a lane the sums of its row groups of a Part of x, which ends with a turn or with all rows."""
+    """Add to a lane the sums of its row groups of RowsOfLane of x, which ends with a turn or with all rows."""
     STEP: tl.constexpr = GROUP_LANES * ROW_GROUP
     for row0 in range(x.first, x.end, STEP * AHEAD):
         xs = ()
         for j in tl.static_range(AHEAD):
             first = row0 + j * STEP
-            xs = xs + load_rows(x.ptr + first * x.stride, first, rows, col, cols, x.stride, FULL, KEPT)
+            xs = xs + load_kept_rows(x.ptr + first * x.stride, first, rows, col, cols, x.stride, FULL, KEPT)
         for j in tl.static_range(AHEAD):
             total += add_rows(xs, j * ROW_GROUP)
     return total
@@ -123,10 +123,12 @@ def token_sum_kernel(
     if MEAN:  # x is read again next, from its end, of which caches keep more if they let go of the rest
         TURN: tl.constexpr = GROUP_LANES * ROW_GROUP * AHEAD
         half = rows // 2 // TURN * TURN
-        total = add_groups(total, Part(x_ptr, stride, first, half), rows, col, cols, AHEAD, FULL, "evict_first")
-        total = add_groups(total, Part(x_ptr, stride, first + half, rows), rows, col, cols, AHEAD, FULL, "evict_last")
+        total = add_groups(total, RowsOfLane(x_ptr, stride, first, half), rows, col, cols, AHEAD, FULL, "evict_first")
+        total = add_groups(
+            total, RowsOfLane(x_ptr, stride, first + half, rows), rows, col, cols, AHEAD, FULL, "evict_last"
+        )
     else:
-        total = add_groups(total, Part(x_ptr, stride, first, rows), rows, col, cols, AHEAD, FULL, "")
+        total = add_groups(total, RowsOfLane(x_ptr, stride, first, rows), rows, col, cols, AHEAD, FULL, "")
     masked_store(lanes_ptr + lane * tl.cast(cols, tl.int64) + col, total, col < cols, FULL)
     if rm.arrives_last(tickets_ptr + tile, GROUP_LANES):
         total = added_lanes(lanes_ptr, col, cols, FULL)
