@@ -57,7 +57,6 @@ OPERATIONS = {  # defined once in each room that has them: what a user calls, th
     "quantize",
     "quantize_residual",
     "quantize_row_col",
-    "amax_with_product",
     "quantize_with_sum",
     "residual_of",
     "row_col_amax",
