@@ -128,7 +128,7 @@ def _count(launch: record.Specialized) -> Counted:
     names = list(launch.signature)
     constants = {names[place[0]]: value for place, value in launch.constants.items() if len(place) == 1}
     loop = constants.get("LOOP", 1)
-    lines = taken(disassembled(compiled.asm["cubin"]), loop // _turn(constants))
+    lines = taken(disassembled(compiled.asm["cubin"]), loop // _turn(constants) * max(1, constants.get("TURNS", 1)))
     operations = [text.split()[0].partition(".")[0] for text in lines]
     threads = 32 * launch.options["num_warps"]
     per = threads / (_tile(constants) * loop)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import replace
 from unittest.mock import patch
 
 import torch
@@ -9,8 +11,10 @@ from torch import Tensor
 
 import halfbyte as hb
 from halfbyte import reference
-from halfbyte.kernels.quantize import one, route
-from halfbyte.sides import Side
+from halfbyte.kernels.quantize import both, both_route, grouped, one, route
+from halfbyte.kernels.unpack.dequantize import decode
+from halfbyte.layout import Operand
+from halfbyte.sides import Side, both_sides
 
 FOUR = 0.875, 1.0, 1.25, 1.5
 SPECS = {
@@ -75,3 +79,56 @@ def _check_bytes(name: str, dtype: torch.dtype, device: torch.device, shape: tup
         for field in ("qdata", "block_scale"):
             a, b = (getattr(blocks, field).view(torch.uint8).cpu() for blocks in (got, want))
             assert torch.equal(a, b), f"{what}: {int((a != b).sum())} bytes of {field} differ"
+
+
+PAIRS = {  # rows, columns, and which of them are wanted as values
+    "two": (SPECS["two-mae"], replace(SPECS["two-mae"], rotation=hb.Hadamard()), (True, False)),
+    "codes": (SPECS["two-mse"], replace(SPECS["four-mae"], rotation=hb.Hadamard()), (False, False)),
+    "plain": (SPECS["above-mse"], SPECS["above-mae"], (True, False)),
+    "values": (SPECS["two-mse"], replace(SPECS["two-mae"], rotation=hb.Hadamard()), (True, True)),
+    "rows": (SPECS["four-mae"], hb.NVFP4(rotation=hb.Hadamard()), (False, False)),
+    "columns": (hb.NVFP4(), SPECS["two-mse"], (False, False)),
+}
+HARD = "heavy tails", "exact ties", "scales down to 0", "an amax far away", "NaN and Inf"
+
+
+def check_pair(name: str, device: torch.device, shape: tuple[int, int], hard: Sequence[str] = HARD) -> None:
+    """Check both orientations of some `inputs` in bf16 from one read of them."""
+    row, col, transient = PAIRS[name]
+    for what in hard:
+        x, amax = inputs(shape, device)[what]
+        x = x.bfloat16()
+        wants = [
+            reference.quantize(t, spec, amax=torch.full(t.shape[:1] if spec.has_row_amax else (), amax, device=device))
+            if amax
+            else reference.quantize(t, spec)
+            for t, spec in ((x, row), (x.T, col))
+        ]
+        both_ways = both_sides(row, col, row_amax=wants[0].amax, col_amax=wants[1].amax, transient=transient)
+        with patch.dict(route.QUICK_BLOCKS, {2: 0}):
+            rules = both_route.choose_pair(both_route.Pair(x, *both_ways)).constants
+            got = both.quantize_row_col(x, *both_ways)
+        quick = {side for side, spec in (("ROW", row), ("COL", col)) if spec.tries_candidates}
+        assert quick == {side for side in ("ROW", "COL") if rules[side].errors == "quick"}, "another way was taken"
+        for found, want, spec, values, length in zip(got, wants, (row, col), transient, shape[::-1], strict=True):
+            if values:
+                want = want._replace(qdata=decode(Operand(want, spec, length)).values)
+            for field in ("qdata",) if values else ("qdata", "block_scale"):
+                a, b = (getattr(blocks, field).contiguous().view(torch.uint8).cpu() for blocks in (found, want))
+                assert torch.equal(a, b), f"{what}: {int((a != b).sum())} bytes of {field} differ"
+
+
+def check_groups(name: str, device: torch.device, shape: tuple[int, int], ends: Sequence[int]) -> None:
+    """Check groups of tokens beside those whose candidates are all judged by the defined errors."""
+    row, col, (values, _) = PAIRS[name]
+    offsets = torch.tensor(ends, dtype=torch.int32, device=device)
+    for what in ("heavy tails", "exact ties"):
+        x = inputs(shape, device)[what][0].bfloat16()
+        sides = both_sides(row, col, transient=(values, False))
+        found = []
+        for quick in ({2: 0}, dict.fromkeys(route.QUICK_BLOCKS, 1 << 40)):
+            with patch.dict(route.QUICK_BLOCKS, quick):
+                found.append(grouped.grouped_quantize_row_col(x, offsets, *sides))
+        for got, want in zip(*found, strict=True):
+            assert torch.equal(got.qdata.view(torch.uint8), want.qdata.view(torch.uint8)), what
+            assert torch.equal(got.block_scale.view(torch.uint8), want.block_scale.view(torch.uint8)), what

@@ -13,3 +13,14 @@ SHAPE = (4112, 1072)  # large enough for them
 )
 def test_bytes_are_those_of_the_reference(name, dtype):
     checks.check_bytes(name, checks.DTYPES[dtype], torch.device("cuda"), SHAPE)
+
+
+@pytest.mark.parametrize("shape", [SHAPE, (4096, 1024)], ids=str)
+@pytest.mark.parametrize("name", checks.PAIRS)
+def test_bytes_of_both_orientations_are_those_of_the_reference(name, shape):
+    checks.check_pair(name, torch.device("cuda"), shape, tuple(checks.inputs((16, 16), torch.device("cuda"))))
+
+
+@pytest.mark.parametrize("name", ["two", "codes"])
+def test_bytes_of_groups_are_those_of_the_defined_errors(name):
+    checks.check_groups(name, torch.device("cuda"), (4100, 1072), (700, 700, 3011, 4090))

@@ -20,6 +20,26 @@ def test_bytes_are_those_of_the_reference(name, dtype):
     checks.check_bytes(name, checks.DTYPES[dtype], torch.device("cpu"))
 
 
+SHAPES = {
+    "two": (64, 64),
+    "codes": (64, 128),
+    "plain": (60, 72),
+    "values": (48, 128),
+    "rows": (80, 64),
+    "columns": (64, 64),
+}
+
+
+@pytest.mark.parametrize("name", checks.PAIRS)
+def test_bytes_of_both_orientations_are_those_of_the_reference(name):
+    checks.check_pair(name, torch.device("cpu"), SHAPES[name])
+
+
+@pytest.mark.parametrize("name", ["two", "codes"])
+def test_bytes_of_groups_are_those_of_the_defined_errors(name):
+    checks.check_groups(name, torch.device("cpu"), (100, 136), (20, 20, 90))
+
+
 @triton.jit
 def quick_error_kernel(x_ptr, step_ptr, out_ptr, SQUARED: tl.constexpr, N: tl.constexpr):
     """out [N] = the quick error of a block x [16, N] of shifted values and a step [N]."""

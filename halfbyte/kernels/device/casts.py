@@ -305,6 +305,25 @@ def unpack_halves(pairs, UPPER: tl.constexpr):
 
 
 @triton.jit
+def pairs_of_half(words, which):
+    """Return `bf16_pairs` of the upper values of words if `which` is 1, of the lower ones if it is 0."""
+    out = ()
+    for i in tl.static_range(0, len(words), 2):
+        if not has_ptx():
+            shift = 16 - 16 * which
+            out = out + (((words[i] << shift) & 0xFFFF0000) >> 16 | ((words[i + 1] << shift) & 0xFFFF0000),)
+        else:
+            low, selector = tl.broadcast(words[i], tl.full((), 0x5410, tl.int32) + which * 0x2222)
+            out = out + (
+                tl.inline_asm_elementwise(
+                    "prmt.b32 $0, $1, $2, $3;", "=r,r,r,r", [low, words[i + 1], selector], dtype=tl.uint32,
+                    is_pure=True, pack=1,
+                ),
+            )  # fmt: skip
+    return out
+
+
+@triton.jit
 def max_of_pair(m):
     """Return the larger of the two values of a pair as fp32; NaN if one is NaN."""
     low, high = (m << 16).to(tl.float32, bitcast=True), (m & 0xFFFF0000).to(tl.float32, bitcast=True)

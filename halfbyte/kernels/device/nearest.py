@@ -100,6 +100,15 @@ def held_pairs(pairs, unit):
 
 
 @triton.jit
+def within_codes(pairs, largest, unit, VOTED: tl.constexpr):
+    """Return `limited_pairs`, or `held_pairs` unless VOTED."""
+    if VOTED:
+        return limited_pairs(pairs, largest, unit)
+    else:
+        return held_pairs(pairs, unit)
+
+
+@triton.jit
 def reaching(values, limit):
     """Return, for each warp, which of its threads have a value that reaches `limit` or is NaN: bits of a uint32."""
     values, limit = tl.broadcast(values, tl.full((), limit, tl.float32))

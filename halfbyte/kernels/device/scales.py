@@ -21,14 +21,13 @@ from halfbyte.kernels.device.e2m1_conversion import E2M1_CAPABILITY, converted_w
 from halfbyte.kernels.device.e2m1_values import value_pairs
 from halfbyte.kernels.device.nearest import (
     codes_of_numbers,
-    held_pairs,
-    limited_pairs,
     limited_values,
     nearest_numbers,
     nearest_word,
     reaching,
     signed_values,
     with_signs,
+    within_codes,
 )
 from halfbyte.kernels.device.quick_errors import quick_choice
 from halfbyte.kernels.device.stochastic import stochastic_word, upper_halves
@@ -472,10 +471,7 @@ def quantize_block(
     else:
         if RULE.joined and signs is not None:
             unit = pm.e4m3_positive(code) * factors.decode
-            if RULE.errors == "quick":
-                signs = held_pairs(signs, unit)
-            else:
-                signs = limited_pairs(signs, block_amax * encode, unit)
+            signs = within_codes(signs, block_amax * encode, unit, RULE.errors != "quick")
             xs = pm.unpack_pairs(signs, 0, 16)
             if APART:
                 xs = rotate.apart(xs)
@@ -493,7 +489,8 @@ def block_values(xs, block_amax, factors, constants, random, RULE: tl.constexpr,
     scale = tl.where(poison, float("nan"), pm.e4m3_positive(code))
     if RULE.joined:
         if len(rounded) == 0:
-            signs = limited_pairs(signs, block_amax * encode, pm.e4m3_positive(code) * factors.decode)
+            unit = pm.e4m3_positive(code) * factors.decode
+            signs = within_codes(signs, block_amax * encode, unit, RULE.errors != "quick")
             rounded = nearest_numbers(signs, encode)
         return signed_values(rounded, signs, scale)
     return value_pairs(xs, signs, encode, scale, random, RULE.rounding == "stochastic")

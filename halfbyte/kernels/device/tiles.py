@@ -407,6 +407,45 @@ def quantize_col_tile(
 
 
 @triton.jit
+def quantize_columns_in_turn(
+    i_group, i_col, x, out, RULE: tl.constexpr, SWIZZLED: tl.constexpr, N: tl.constexpr, C: tl.constexpr
+):  # fmt: skip
+    """Quantize a tile of a packed x as `quantize_col_tile`, the two columns of a thread's words by turns of one loop.
+
+    RULE: with quick errors, which take pairs of neighbours of a column.
+    """
+    loaded = pm.nth(load_col_pairs(x, i_group, i_col, RULE, N, C), 0)
+    of_tensor = sc.operand_factors(out.to.amax_ptr, out.constants, RULE)
+    first_col = i_col + 2 * tl.arange(0, C // 2)
+    # Zeros each: of two names of one tensor a loop carries only one.
+    before, word = tl.zeros((N, C // 2), tl.int64), tl.zeros((N, C // 2), tl.int64)
+    scale_before, scale = tl.zeros((N, C // 2), tl.uint8), tl.zeros((N, C // 2), tl.uint8)
+    for k in range(2):
+        factors = of_tensor  # a name of its own: what a loop changes has one type
+        if RULE.row_amax:
+            col64 = (first_col + k).to(tl.int64)
+            amax_of_col = masked_load(out.to.amax_ptr + col64, col64 < x.cols, RULE.full)
+            factors = sc.tensor_factors(amax_of_col[None, :], out.constants, False)
+        pairs = pm.pairs_of_half(loaded, k)
+        xs = pm.unpack_pairs(pairs, 0, 16)
+        amax = None
+        if RULE.norm != 0.0:
+            xs = rotate_group(xs, out.to.sign_ptr, out.places.sign_stream, True, RULE)
+        else:
+            amax = pm.max_of_pairs(pairs, RULE.hardware)
+        words, scales = quantize_group(xs, amax, factors, out.constants, None, 0, RULE, 1, pairs)
+        if RULE.along:
+            store_blocks(out, words[0], scales[0], i_col, 2 * tl.arange(0, C // 2) + k, i_group, False)
+        else:
+            before, scale_before = word, scale
+            word, scale = words[0], scales[0]
+    if not RULE.along:
+        words = pm.interleave(((before,), (word,)), N, C)
+        scales = pm.interleave(((scale_before,), (scale,)), N, C)
+        store_columns(out, words, scales, i_group, i_col + tl.arange(0, C), x.cols, RULE, SWIZZLED)
+
+
+@triton.jit
 def store_blocks(out, word, scale, i_line, line, i_block, ONE_INDEX: tl.constexpr):
     """Store a word of codes and a scale [N, L] for N blocks from i_block on of lines i_line + line [L].
 

@@ -13,7 +13,7 @@ from halfbyte.kernels.device import philox
 from halfbyte.kernels.device import scales as sc
 from halfbyte.kernels.device.operands import StridedMatrix, WrittenOperand, arguments_of_both, varying
 from halfbyte.kernels.device.overlap import OVERLAP_CAPABILITY, begin, placed_early
-from halfbyte.kernels.device.tiles import quantize_col_tile, quantize_row_tile, read_row_tile
+from halfbyte.kernels.device.tiles import quantize_col_tile, quantize_columns_in_turn, quantize_row_tile, read_row_tile
 from halfbyte.kernels.launch import jit
 from halfbyte.kernels.quantize import both_small, both_tiles, one
 from halfbyte.kernels.quantize.both_route import Pair, choose_pair
@@ -44,6 +44,26 @@ def quantize_both(
 
 
 @triton.jit
+def quantize_in_turns(
+    i_row, i_col, x, row, col, ROW: tl.constexpr, COL: tl.constexpr, SWIZZLED: tl.constexpr, TR: tl.constexpr,
+    TC: tl.constexpr, TURNS: tl.constexpr,
+):  # fmt: skip
+    """Quantize TR x TC values both ways; of a side with candidates a thread has one block a turn, TURNS of rows."""
+    if len(ROW.candidates) > 0:
+        R: tl.constexpr = TR // TURNS
+        factors = sc.operand_factors(row.to.amax_ptr, row.constants, ROW)
+        for turn in range(TURNS):
+            i_here = i_row + turn * R
+            quantize_row_tile(i_here, i_col // ROW.group, x, row, ROW, SWIZZLED, R, TC // ROW.group, factors)
+    else:
+        quantize_row_tile(i_row, i_col // ROW.group, x, row, ROW, SWIZZLED, TR, TC // ROW.group)
+    if len(COL.candidates) > 0:
+        quantize_columns_in_turn(i_row // COL.group, i_col, x, col, COL, SWIZZLED, TR // COL.group, TC)
+    else:
+        quantize_col_tile(i_row // COL.group, i_col, x, col, COL, SWIZZLED, TR // COL.group, TC)
+
+
+@triton.jit
 def quantize_run(
     i_row, i_col, x, row, col, row_known, col_known, ROW: tl.constexpr, COL: tl.constexpr, SWIZZLED: tl.constexpr,
     TR: tl.constexpr, TC: tl.constexpr, LOOP: tl.constexpr,
@@ -57,7 +77,7 @@ def quantize_run(
 @jit(do_not_specialize=(*varying("places.row", "places.col"), "col_tiles"))
 def quantize_row_col_kernel(
     x_ptr, mean_ptr, to, sizes, places, constants, col_tiles, ROW: tl.constexpr, COL: tl.constexpr,
-    SWIZZLED: tl.constexpr, TR: tl.constexpr, TC: tl.constexpr, LOOP: tl.constexpr,
+    SWIZZLED: tl.constexpr, TR: tl.constexpr, TC: tl.constexpr, LOOP: tl.constexpr, TURNS: tl.constexpr,
 ):  # fmt: skip
     """One program quantizes LOOP tiles of TR x TC beside each other both ways, of which it reads each twice.
 
@@ -79,7 +99,9 @@ def quantize_row_col_kernel(
     BRANCHES: tl.constexpr = DRAWN or (
         ROW.joined and COL.joined and ROW.full and not (ROW.candidates or COL.candidates)
     )
-    if CODES and PLAIN and BRANCHES:
+    if TURNS > 0:
+        quantize_in_turns(i_row, i_col, x, row, col, ROW, COL, SWIZZLED, TR, TC, TURNS)
+    elif CODES and PLAIN and BRANCHES:
         loaded, row_draw, col_draw = None, None, None
         if DRAWN:
             base = philox.load_base(row.to.draw_ptr)

@@ -21,6 +21,7 @@ from halfbyte.kernels.quantize.route import (
     OneSide,
     is_full,
     is_packed,
+    judged_quickly,
     makes_values,
     strips_problem,
 )
@@ -138,6 +139,25 @@ def _apart_problem(pair: Pair) -> Reason | None:
     return Reason("one read serves both: rows are contiguous, no rotation is {} or wider", (WIDE,))
 
 
+def with_quick_errors(row: sc.Rule, col: sc.Rule, x: Tensor) -> tuple[sc.Rule, sc.Rule]:
+    """Return the rules with candidates judged by `quick_errors`, where that is possible for all that are tried.
+
+    They take pairs of neighbours of a block: rows of a packed x are read in them, rotated columns have them, and others
+    are paired one at a time (`quantize_columns_in_turn`), not as values. As values both ways more than two spill.
+    """
+    target, blocks = target_of(x.device), x.numel() // 16
+    has_pairs = row.packed, col.packed and (col.norm != 0.0 or not col.values)
+    fits = not (row.values and col.values) or max(len(row.candidates), len(col.candidates)) <= 2
+    quick = [
+        fits and rule.group == 16 and has and judged_quickly(rule, blocks, target)
+        for rule, has in zip((row, col), has_pairs, strict=True)
+    ]
+    if any(rule.candidates and not own for rule, own in zip((row, col), quick, strict=True)):
+        return row, col
+    row, col = (replace(rule, errors="quick") if own else rule for rule, own in zip((row, col), quick, strict=True))
+    return row, col
+
+
 class PairTile(NamedTuple):
     """What one program covers at once, its warps, and `Rule.words`."""
 
@@ -149,8 +169,11 @@ class PairTile(NamedTuple):
 
 def tile_for(row: sc.Rule, col: sc.Rule) -> PairTile:
     """Return the tile that was fastest on an H200 for a pair of rules, grown to whole groups both ways."""
+    quick = "quick" in (row.errors, col.errors)
     if row.values and col.values:
-        best = PairTile(16, 128, 2, 1) if row.drawn or col.drawn else PairTile(16, 128, 1, 2)
+        best = PairTile(16, 128, 2, 1) if row.drawn or col.drawn or quick else PairTile(16, 128, 1, 2)
+    elif quick:
+        best = PairTile(64, 64, 4, 1)
     elif row.values or col.values or row.drawn or col.drawn or col.group > 16:
         best = PairTile(64, 64, 4, 1) if not col.element else PairTile(64, 64, 2, 1)
     else:
@@ -183,6 +206,7 @@ def widened(tile: PairTile, row: sc.Rule, col: sc.Rule, cols: int) -> PairTile:
     return tile._replace(cols=2 * tile.cols, num_warps=2 * tile.num_warps)
 
 
+QUICK_REGISTERS = {2: 80, 3: 96, 4: 96}  # by most candidates, where both try some: unasked it gives 72, and spills
 LOOPS = ((8192, 2),)
 """(from how many tiles on, tiles of one program at most), where both draw: codes, or values made at once."""
 
@@ -204,8 +228,10 @@ def _both(pair: Pair) -> Choice:
         replace(rule, decoded=one.side.transient, packed=is_packed(x) and not rule.tile)
         for rule, one in ((sc.rule_of(one.spec, hardware), one) for one in sides)
     )
-    row, col = pair.with_values(row, col)
-    tile = tile_for(row, col) if swizzled else widened(tile_for(row, col), row, col, x.shape[1])
+    row, col = with_quick_errors(*pair.with_values(row, col), x)
+    # Codes that are judged by quick errors want the lanes and tiles of codes without candidates.
+    timed = [replace(r, candidates=()) if r.errors == "quick" and not r.values else r for r in (row, col)]
+    tile = tile_for(row, col) if swizzled else widened(tile_for(row, col), *timed, x.shape[1])
     # Swizzled scales have padding that is zeroed: up to 128 rows, or four blocks of at most 32.
     rows, cols = (round_up(n, SWIZZLE_ROWS) if swizzled else n for n in x.shape)
     whole = (tile.rows, tile.cols // row.group), (tile.cols, tile.rows // col.group)
@@ -214,12 +240,17 @@ def _both(pair: Pair) -> Choice:
         for one, rule, tiles in zip(sides, (row, col), whole, strict=True)
     )
     row, col = (replace(rule, full=full, words=tile.words) for rule in (row, col))
-    row_along, along = row_runs_along(row, col) and not swizzled, runs_along(row, col) and not swizzled
+    timed = [replace(rule, full=full) for rule in timed]
+    row_along, along = row_runs_along(*timed) and not swizzled, runs_along(*timed) and not swizzled
     row, col = replace(row, along=row_along), replace(col, along=along)
     col_tiles, row_tiles = ceil_div(cols, tile.cols), ceil_div(rows, tile.rows)
     loop = loop_of(LOOPS, (row, col), row_tiles, col_tiles)
     beside = col_tiles // loop
     constants = {"ROW": row, "COL": col, "SWIZZLED": swizzled, "TR": tile.rows, "TC": tile.cols, "LOOP": loop}
+    quick = "quick" in (row.errors, col.errors)
+    constants["TURNS"] = tile.rows * tile.cols // (16 * 32 * tile.num_warps) if quick and not col.values else 0
+    if quick and row.candidates and col.candidates and target_of(x.device).ptx:
+        constants["maxnreg"] = QUICK_REGISTERS[max(len(row.candidates), len(col.candidates))]
     return Choice("quantize_row_col_kernel", (row_tiles * beside,), constants | {"num_warps": tile.num_warps}, beside)
 
 

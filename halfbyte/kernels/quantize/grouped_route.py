@@ -121,6 +121,7 @@ DECODED_COLS = 64  # of a tile that is stored as values: more of them keep too f
 INTERPRETED_COLS = 256  # the interpreter pays by the operation: large tiles
 LOOPS = ((32768, 4), (4096, 2))  # as `both_route`'s; fewer programs end unevenly, 8 tiles of 6 overflow the L1 cache
 SHARED_REGISTERS = 104  # on sm_120: unasked it gives 96 and spills, of an amax a row
+QUICK_REGISTERS = 96  # on sm_120, of both sides by quick errors: unasked it gives 80 and spills at ragged edges
 DRAWN_REGISTERS = 80  # 24 warps on a multiprocessor; nothing spills where a program has several tiles
 
 Rules = list[sc.Rule | None]
@@ -193,7 +194,19 @@ def _full_and_ragged(cols: int, rules: Rules, tile: PairTile, stacked: bool) -> 
     ]
 
 
+def _judged(sides: PlannedSides) -> PlannedSides:
+    """Return the request with the rules of sides whose candidates are judged by `quick_errors`, of pairs of a block."""
+    target, blocks = target_of(sides.x.device), sides.x.numel() // 16
+    rules: Rules = []
+    for i, rule in enumerate(sides.rules):
+        has_pairs = rule is not None and rule.packed and rule.group == 16 and (not i or rule.norm != 0.0)
+        quick = rule is not None and has_pairs and not rule.tile and route.judged_quickly(rule, blocks, target)
+        rules.append(replace(rule, errors="quick") if rule is not None and quick else rule)
+    return sides._replace(rules=rules)
+
+
 def _together(sides: PlannedSides) -> Choice:
+    sides = _judged(sides)
     plan, cols, tile = sides.plan, sides.x.shape[1], _tile(sides)
     col_tiles = ceil_div(cols, tile.cols)
     full, ragged = _full_and_ragged(cols, sides.rules, tile, sides.stacked)
@@ -205,8 +218,11 @@ def _together(sides: PlannedSides) -> Choice:
     constants |= {"STACKED": sides.stacked, "TILE_ROWS": plan.tile_rows, "TR": tile.rows, "TC": tile.cols}
     constants |= {"LOOP": loop, "num_warps": tile.num_warps}
     may_cap = loop > 1 and all(rule is not None and rule.clamped and rule.group == 16 for rule in ragged)
-    if may_cap and target_of(sides.x.device).ptx:
+    target = target_of(sides.x.device)
+    if may_cap and target.ptx:
         constants["maxnreg"] = DRAWN_REGISTERS
+    if all(rule is not None and rule.errors == "quick" for rule in ragged) and target.ptx and target.capability >= 120:
+        constants["maxnreg"] = QUICK_REGISTERS
     return Choice("grouped_quantize_kernel", (row_tiles * beside,), constants, beside)
 
 

@@ -382,12 +382,18 @@ def _paired(rule: sc.Rule, lines: Lines, target: Target) -> sc.Rule:
     return paired if target.interpreter or tile.outer == 1 else rule
 
 
+def judged_quickly(rule: sc.Rule, blocks: int, target: Target, swizzled: bool = False) -> bool:
+    """Whether `quick_errors` serve the candidates of so many blocks."""
+    least = (QUICK_TILE_BLOCKS if rule.tile or swizzled else QUICK_BLOCKS).get(len(rule.candidates))
+    exact = rule.errors == "exact" and least is not None
+    return exact and blocks >= least and (target.ptx or target.interpreter)
+
+
 def _is_quick(rule: sc.Rule, lines: Lines, blocks: int, target: Target) -> bool:
     """Whether `quick_errors` serve the errors of candidates: of pairs, so many that they pay."""
-    if rule.errors != "exact" or rule.decoded or rule.group != 16 or not (rule.packed or rule.norm):
+    if rule.decoded or rule.group != 16 or not (rule.packed or rule.norm):
         return False
-    least = (QUICK_TILE_BLOCKS if rule.tile or lines.swizzled else QUICK_BLOCKS).get(len(rule.candidates))
-    return least is not None and blocks >= least and (target.ptx or target.interpreter)
+    return judged_quickly(rule, blocks, target, lines.swizzled)
 
 
 def _rows(one: OneSide) -> Choice:
