@@ -424,6 +424,15 @@ def part(xs, START: tl.constexpr, LENGTH: tl.constexpr):
 
 
 @triton.jit
+def chosen(condition, xs, ys):
+    """Return members of xs where `condition`, else those of ys."""
+    out = ()
+    for i in tl.static_range(len(xs)):
+        out = out + (tl.where(condition, xs[i], ys[i]),)
+    return out
+
+
+@triton.jit
 def like(index, x):
     """Return int64 `index`, computed by the threads that hold x: else random words would move between threads."""
     bits = x.to(tl.uint32, bitcast=True)

@@ -15,10 +15,10 @@ from halfbyte.kernels.device.stochastic import JOIN_SIGNS
 
 # 8 pairs $0 to $7; where a largest value of the warp, $17, reaches 7, they are held below $16 times 6, a limit from
 # 6 / FLT_MAX on: where a scale is so small that encode is FLT_MAX.
-HOLD_PAIRS = (
-    "mul.rn.f32 limit, $16, 0f40C00000; max.f32 limit, limit, 0f00C00000; cvt.rn.bf16x2.f32 pair, limit, limit;"
-    + "".join(f"min.xorsign.abs.bf16x2 ${i}, ${i}, pair;" for i in range(8))
+HELD_BELOW = (
+    "mul.rn.f32 limit, {unit}, 0f40C00000; max.f32 limit, limit, 0f00C00000; cvt.rn.bf16x2.f32 pair, limit, limit;"
 )
+HOLD_PAIRS = HELD_BELOW.format(unit="$16") + "".join(f"min.xorsign.abs.bf16x2 ${i}, ${i}, pair;" for i in range(8))
 LIMIT_PAIRS = tl.constexpr(
     "{.reg .pred some; .reg .b32 pair; .reg .f32 limit; setp.geu.f32 some, $17, 0f40E00000;"
     "vote.sync.any.pred some, some, -1; @!some bra $$L_in_range_${:uid};" + HOLD_PAIRS + "$$L_in_range_${:uid}:}"

@@ -25,7 +25,6 @@ import triton.language as tl
 
 from halfbyte.kernels.device import casts as pm
 from halfbyte.kernels.device import near_errors as near
-from halfbyte.kernels.device import tile_blocks
 from halfbyte.kernels.device.near_errors import NO_BOUND, NO_ERROR
 from halfbyte.kernels.device.ptx import has_ptx
 
@@ -33,6 +32,7 @@ UNIT = tl.constexpr(2.0**-126)
 RAISED = tl.constexpr(2.0**126)
 HALF_STEP = tl.constexpr(0x00200000)
 ONE_BIT = tl.constexpr(0xFFC00000)
+SIX_AND_HALF = tl.constexpr(0x01E00000)  # the bits of six, and half a step
 SIX, SEVEN = tl.constexpr(6 * 2.0**-126), tl.constexpr(7 * 2.0**-126)
 NO_STEP = tl.constexpr(2.0**30)  # in place of 0: far below every step, yet values are 2^-126 times small numbers of it
 # Twice the bound of a sum, of itself and of s or s * s; twice what the code in its last bits is of it.
@@ -82,24 +82,51 @@ def shifted_values(pairs, shift, SIGNED: tl.constexpr):
             values = values + (tl.abs(xs[i]) * shift,)
         return values
     else:
-        words = ()
-        both = tl.inline_asm_elementwise(SAME_PAIR, "=r,f", [shift], dtype=tl.uint32, is_pure=True, pack=1)
-        for i in tl.static_range(8):
-            pair, power = tl.broadcast(pairs[i], both)
-            word = tl.inline_asm_elementwise(
-                SHIFTED if SIGNED else SHIFTED_MAGNITUDES, "=r,r,r", [pair, power], dtype=tl.uint32, is_pure=True,
-                pack=1,
-            )  # fmt: skip
-            words = words + (word,)
-        return pm.unpack_pairs(words, 0, 16)
+        return values_shifted_by(pairs, shift_pair(shift), SIGNED)
+
+
+@triton.jit
+def shift_pair(shift):
+    """Return a pair of bf16 `shift`, as a uint32."""
+    if not has_ptx():
+        bits = shift.to(tl.uint32, bitcast=True)
+        return bits | (bits >> 16)
+    return tl.inline_asm_elementwise(SAME_PAIR, "=r,f", [shift], dtype=tl.uint32, is_pure=True, pack=1)
+
+
+@triton.jit
+def values_shifted_by(pairs, both, SIGNED: tl.constexpr):
+    """Return `shifted_values`; both: of `shift_pair`."""
+    if not has_ptx():
+        return shifted_values(pairs, (both & 0xFFFF0000).to(tl.float32, bitcast=True), SIGNED)
+    words = ()
+    for i in tl.static_range(8):
+        pair, power = tl.broadcast(pairs[i], both)
+        word = tl.inline_asm_elementwise(
+            SHIFTED if SIGNED else SHIFTED_MAGNITUDES, "=r,r,r", [pair, power], dtype=tl.uint32, is_pure=True, pack=1
+        )
+        words = words + (word,)
+    return pm.unpack_pairs(words, 0, 16)
 
 
 @triton.jit
 def quick_error(xs, step, encode, one, BEYOND: tl.constexpr, SQUARED: tl.constexpr):
-    """Return the error of a scale, and of shifted values.
+    """Return the error of a scale, and of shifted values; arguments as of `error_sum`."""
+    error = error_sum(xs, step, encode, one, BEYOND, SQUARED)
+    if not SQUARED:
+        error = error * step
+    return error
+
+
+@triton.jit
+def error_sum(
+    xs, step, encode, one, BEYOND: tl.constexpr, SQUARED: tl.constexpr, AT_ONCE: tl.constexpr = False
+):  # fmt: skip
+    """Return the error of a scale, and of shifted values; of magnitudes divided by step.
 
     step: s, times shift and 2^126; encode: its reciprocal. one: 1; times it, bits are added to on the pipe of products,
-    where there is room: the other one has masks and maxima. BEYOND: some values round beyond the last code.
+    where there is room: the other one has masks and maxima. BEYOND: some values round beyond the last code. AT_ONCE:
+    these are held by the addition itself, on the pipe of maxima.
     """
     even, odd = tl.zeros_like(step), tl.zeros_like(step)
     for i in tl.static_range(16):
@@ -107,20 +134,20 @@ def quick_error(xs, step, encode, one, BEYOND: tl.constexpr, SQUARED: tl.constex
             a = xs[i] * encode
         else:
             a = pm.scaled_magnitude(xs[i], encode)
-        held = a
-        if BEYOND:
-            held = tl.minimum(a, SIX)
-        bits = (held.to(tl.uint32, bitcast=True) * one + HALF_STEP) & ONE_BIT
+        if BEYOND and AT_ONCE:
+            bits = tl.minimum(a.to(tl.int32, bitcast=True) + HALF_STEP, SIX_AND_HALF).to(tl.uint32) & ONE_BIT
+        else:
+            held = a
+            if BEYOND:
+                held = tl.minimum(a, SIX)
+            bits = (held.to(tl.uint32, bitcast=True) * one + HALF_STEP) & ONE_BIT
         q = bits.to(tl.float32, bitcast=True)
         if SQUARED:
             d = tl.fma(q, 0.0 - step, xs[i])
             even, odd = odd, tl.fma(d, d, even)
         else:
             even, odd = odd, even + tl.abs(q - a)
-    if SQUARED:
-        return even + odd
-    else:
-        return (even + odd) * step
+    return even + odd
 
 
 @triton.jit
@@ -141,14 +168,12 @@ def quick_choice(pairs, largest, base, factors, constants, RULE: tl.constexpr, A
         step = tl.maximum(pm.e4m3_positive(code) * by.decode, NO_STEP)
         encode = pm.quick_reciprocal(step)
         error = quick_error(values, step, encode, by.one, RULE.candidates[i] < RULE.candidates[0], RULE.squares)
-        if RULE.tile:
-            error = tile_blocks.tree_sum(error, AXIS)
         if i == 0:
             beyond = largest * (by.shift * encode)
         if i == 0 or RULE.candidates[i] > RULE.candidates[0]:  # they ascend
             most = step
         errors = errors + (with_code(error, code),)
-    if RULE.tile or not has_ptx():
+    if not has_ptx():
         errors = without_doubles(errors, RULE)
     best, second = least_two(errors)
     bound = bound_of(best, most, RULE)

@@ -30,6 +30,7 @@ from halfbyte.kernels.device.nearest import (
     within_codes,
 )
 from halfbyte.kernels.device.quick_errors import quick_choice
+from halfbyte.kernels.device.quick_tiles import tile_choice
 from halfbyte.kernels.device.stochastic import stochastic_word, upper_halves
 from halfbyte.kernels.target import Target, target_of
 from halfbyte.rng import given_sign_bits
@@ -340,9 +341,12 @@ def best_candidate(
     pairs, APART: as signs of `quantize_block`.
     """
     if RULE.errors == "quick":
-        base = standard_scale(block_amax, factors, RULE)
-        code = quick_choice(pairs, block_amax, base, factors, constants, RULE, AXIS, APART)
-        encode, rounded = encode_scale(pm.e4m3_positive(code), factors, RULE, 1.0), ()
+        base, rounded = standard_scale(block_amax, factors, RULE), ()
+        if RULE.tile:
+            code, rounded = tile_choice(pairs, block_amax, base, factors, constants, RULE, AXIS)
+        else:
+            code = quick_choice(pairs, block_amax, base, factors, constants, RULE, AXIS, APART)
+        encode = encode_scale(pm.e4m3_positive(code), factors, RULE, 1.0)
     elif RULE.errors == "scaled" and (RULE.row_amax or not RULE.joined):  # noqa: SIM114  # nothing depends on it
         code, encode, rounded = choose_candidate(xs, block_amax, factors, constants, True, RULE, AXIS)
     elif are_regular(factors, RULE):
@@ -384,17 +388,8 @@ def choose_candidate(xs, block_amax, factors, constants, regular: tl.constexpr, 
             best_code = tl.where(better, code, best_code)
             best_encode = tl.where(better, encode, best_encode)
             best_error = tl.where(better, error, best_error)
-            best_words = chosen(better, words, best_words)
+            best_words = pm.chosen(better, words, best_words)
     return best_code, best_encode, best_words
-
-
-@triton.jit
-def chosen(condition, xs, ys):
-    """Return members of xs where `condition`, else those of ys."""
-    out = ()
-    for i in tl.static_range(len(xs)):
-        out = out + (tl.where(condition, xs[i], ys[i]),)
-    return out
 
 
 @triton.jit

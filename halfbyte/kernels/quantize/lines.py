@@ -13,7 +13,14 @@ from halfbyte.kernels.device import casts as pm
 from halfbyte.kernels.device import scales as sc
 from halfbyte.kernels.device.operands import Places, Pointers, StridedMatrix, WrittenOperand, arguments_of, varying
 from halfbyte.kernels.device.overlap import OVERLAP_CAPABILITY, begin, placed_early
-from halfbyte.kernels.device.tiles import quantize_col_tile, quantize_row_tile, read_row_tile
+from halfbyte.kernels.device.quick_tiles import tile_factors
+from halfbyte.kernels.device.tiles import (
+    gather_row_tile,
+    quantize_col_tile,
+    quantize_row_tile,
+    read_row_tile,
+    store_gathered,
+)
 from halfbyte.kernels.launch import jit
 from halfbyte.kernels.quantize import wide
 from halfbyte.kernels.quantize.route import Lines, OneSide
@@ -40,8 +47,14 @@ def quantize_rows_kernel(
     i_group = (tl.program_id(0) - outer * tiles.count) * (N + (LOOP - 1) * NEXT_GROUP)
     loaded = read_row_tile(i_row, i_group, x, RULE, R, N)
     factors = sc.operand_factors(out.to.amax_ptr, constants, RULE)
+    if RULE.errors == "quick" and RULE.tile:
+        factors = tile_factors(factors, RULE, R, N)
     # Two tiles a turn: what is read for the next one then stays where it is.
     TURN: tl.constexpr = 2 if RULE.errors == "quick" and not RULE.tile and LOOP % 2 == 0 else 1
+    # Tiles without a ragged edge, four a program, two blocks a row: their scales are stored together.
+    EVEN: tl.constexpr = RULE.errors == "quick" and RULE.tile and RULE.full and not SWIZZLED and not DOWN
+    GATHERS: tl.constexpr = EVEN and LOOP == 4 and N == 2
+    gathered = tl.zeros((R, N), tl.uint32)
     for turn in range(LOOP // TURN):
         for i in tl.static_range(TURN):
             step = turn * TURN + i
@@ -51,7 +64,12 @@ def quantize_rows_kernel(
                 i_next = tl.minimum(step + 1, LOOP - 1)
                 loaded = read_row_tile(i_row + i_next * NEXT_ROW, i_group + i_next * NEXT_GROUP, x, RULE, R, N)
             i_here, i_group_here = i_row + step * NEXT_ROW, i_group + step * NEXT_GROUP
-            quantize_row_tile(i_here, i_group_here, x, out, RULE, SWIZZLED, R, N, factors, here)
+            if GATHERS:
+                gathered = gather_row_tile(i_here, i_group_here, out, RULE, R, N, factors, here, gathered)
+            else:
+                quantize_row_tile(i_here, i_group_here, x, out, RULE, SWIZZLED, R, N, factors, here)
+    if GATHERS:
+        store_gathered(out, gathered, i_row, i_group)
 
 
 @jit(do_not_specialize=VARYING)

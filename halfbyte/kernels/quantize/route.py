@@ -193,6 +193,7 @@ STOCHASTIC_TILE = LineTile(1, 128, 2)
 CANDIDATE_TILE = LineTile(1, 128, 4, loop=4)
 SQUARE_TILE = LineTile(16, 16, 4)
 CANDIDATE_SQUARE_TILE, QUICK_SQUARE_TILE = LineTile(16, 4, 2, loop=8), LineTile(16, 2, 1, loop=4)
+TILE_REGISTERS = 72  # of quick errors in tiles: 28 warps; unasked the compiler computes much anew to stay with 64
 LOOP_PROGRAMS = 16  # of a multiprocessor: with fewer, programs that go through several tiles leave it waiting
 QUICK_BLOCKS = {2: 1 << 16, 3: 0, MOST_CANDIDATES: 0}  # candidates: from how many blocks on `quick_errors` are faster
 QUICK_TILE_BLOCKS = {3: 1 << 18, MOST_CANDIDATES: 1 << 18}  # of 16x16 tiles, and with swizzled scales
@@ -415,6 +416,8 @@ def _rows(one: OneSide) -> Choice:
     loop = tile.loop if not down or row_tiles % tile.loop == 0 else 1
     constants = {"RULE": rule, "SWIZZLED": lines.swizzled, "R": tile.outer, "N": tile.groups, "LOOP": loop}
     constants |= {"DOWN": down and loop > 1, "num_warps": tile.num_warps}
+    if rule.errors == "quick" and rule.tile and rule.joined and rule.full and not lines.swizzled and not rule.squares:
+        constants["maxnreg"] = TILE_REGISTERS
     beside = group_tiles if down else group_tiles // loop
     return Choice("quantize_rows_kernel", (row_tiles * group_tiles // loop,), constants, lines._replace(beside=beside))
 
