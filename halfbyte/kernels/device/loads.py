@@ -29,6 +29,17 @@ def masked_store(pointers, values, mask, FULL: tl.constexpr):
 
 
 @triton.jit
+def block_address(ptr, i_row, i_group, row, block, blocks):
+    """Return addresses in an operand of `blocks` blocks a row; row, block: [R, N] from row i_row and block i_group on.
+
+    Addresses are numbers: the compiler, which does not see that blocks lie together, moves nothing between threads.
+    """
+    SIZE: tl.constexpr = ptr.dtype.element_ty.primitive_bitwidth // 8
+    first = ptr.to(tl.int64) + (tl.cast(i_row, tl.int64) * blocks + i_group) * SIZE
+    return pm.wide_sum(first, row * blocks + block, SIZE).to(ptr.dtype)
+
+
+@triton.jit
 def pairs_without(words, mean):
     """Return words of two bf16 values less those of `mean`, which broadcasts, each rounded once."""
     if not has_ptx():

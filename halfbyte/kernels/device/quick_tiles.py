@@ -24,8 +24,8 @@ from halfbyte.kernels.device.ptx import has_ptx
 HIDDEN_ONE = tl.constexpr("{.reg .b32 t; mov.b32 t, $1; shr.u32 t, t, 31; add.u32 $0, t, 1;}")
 
 SIXTEEN_FLOATS = tl.constexpr((tl.float32,) * 16)
-NOTHING = tl.constexpr("".join(f"mov.f32 ${i}, 0f00000000;" for i in range(16)))
-NOTHING_CONSTRAINTS = tl.constexpr(",".join(["=f"] * 16 + ["r"]))
+NO_VALUES = tl.constexpr("".join(f"mov.f32 ${i}, 0f00000000;" for i in range(16)))
+NO_VALUES_CONSTRAINTS = tl.constexpr(",".join(["=f"] * 16 + ["r"]))
 
 
 def _tile_words() -> str:
@@ -115,9 +115,10 @@ def over_four(x, LEAST: tl.constexpr):
 @triton.jit
 def own_ratio(row, RULE: tl.constexpr):
     """Return the candidate whose scale a row computes; rows without one take the first."""
-    ratio = tl.where(row < 4, RULE.candidates[0], RULE.candidates[1])
-    ratio = tl.where(row < 8, ratio, RULE.candidates[2])
-    return tl.where(row < 12, ratio, RULE.candidates[3 if len(RULE.candidates) == 4 else 0])
+    ratio = RULE.candidates[0]
+    for i in tl.static_range(1, 4):
+        ratio = tl.where(row < 4 * i, ratio, RULE.candidates[i if i < len(RULE.candidates) else 0])
+    return ratio
 
 
 class TileFactors(NamedTuple):
@@ -155,7 +156,8 @@ def tile_factors(factors, RULE: tl.constexpr, R: tl.constexpr, N: tl.constexpr):
     step = from_row(zero + by.decode, row)
     pair = from_row(quick.shift_pair(zero + by.shift), row)
     tie = ratio
-    if RULE.candidates[0] != 1.0 or RULE.candidates[2] != 1.25:
+    THIRD: tl.constexpr = 2
+    if RULE.candidates[0] != 1.0 or RULE.candidates[THIRD] != 1.25:
         tie = from_row(tl.where(row < 8, 1.0, 1.25), row)
     return TileFactors(
         factors.amax, factors.encode, factors.to_scale, factors.decode, factors.poison, factors.regular,
@@ -172,7 +174,7 @@ def hidden_one(x):
 
 
 @triton.jit
-def candidate_error(values, step, encode, one, row, NUMBER: tl.constexpr, RULE: tl.constexpr):
+def error_of_row(values, step, encode, one, row, NUMBER: tl.constexpr, RULE: tl.constexpr):
     """Return `quick.error_sum` of the candidate whose step and encode rows 4 * NUMBER have."""
     encode = from_row(encode, row * 0 + 4 * NUMBER)
     if RULE.squares:
@@ -195,12 +197,13 @@ def tile_choice(pairs, largest, base, factors, constants, RULE: tl.constexpr, AX
     one = hidden_one(encode)  # of each lane: in a register that all share it costs moves
     halves = ()
     for i in tl.static_range(2):
-        first = candidate_error(values, step, encode, one, row, i, RULE)
+        first = error_of_row(values, step, encode, one, row, i, RULE)
         second = first
         if i + 2 < COUNT:
-            second = candidate_error(values, step, encode, one, row, i + 2, RULE)
+            second = error_of_row(values, step, encode, one, row, i + 2, RULE)
         halves = halves + (exchanged(first, second, (row & 8) == 0, row, 8),)
-    error = over_four(exchanged(halves[0], halves[1], (row & 4) == 0, row, 4), False)
+    kept, passed = halves
+    error = over_four(exchanged(kept, passed, (row & 4) == 0, row, 4), False)
     if not RULE.squares:
         error = error * step
     own = quick.with_code(error, code)
@@ -218,7 +221,7 @@ def tile_choice(pairs, largest, base, factors, constants, RULE: tl.constexpr, AX
         is_bounded = from_row(top * encode, row * 0) < quick.SEVEN
         code = code_beside_others(pairs, own, most, is_bounded, row, factors, constants, RULE, AXIS)
         # In few registers: what is rounded is made of the pairs then, as where something is beyond the last code.
-        values, top = nothing(pairs), top * 0.0 + pm.INF
+        values, top = no_values(pairs), top * 0.0 + pm.INF
     words = ()
     if RULE.joined:
         words = tile_words(values, pairs, top, pm.e4m3_positive(code), factors)
@@ -226,12 +229,12 @@ def tile_choice(pairs, largest, base, factors, constants, RULE: tl.constexpr, AX
 
 
 @triton.jit
-def nothing(pairs):
+def no_values(pairs):
     """Return 16 fp32 tensors of the shape of `pairs` that mean nothing."""
     if not has_ptx():
         return pm.unpack_pairs(pairs, 0, 16)
     return tl.inline_asm_elementwise(
-        NOTHING, NOTHING_CONSTRAINTS, [pairs[0]], dtype=SIXTEEN_FLOATS, is_pure=True, pack=1
+        NO_VALUES, NO_VALUES_CONSTRAINTS, [pairs[0]], dtype=SIXTEEN_FLOATS, is_pure=True, pack=1
     )
 
 

@@ -13,7 +13,8 @@ from halfbyte.kernels.device import philox
 from halfbyte.kernels.device import scales as sc
 from halfbyte.kernels.device.operands import StridedMatrix, WrittenOperand, arguments_of_both, varying
 from halfbyte.kernels.device.overlap import OVERLAP_CAPABILITY, begin, placed_early
-from halfbyte.kernels.device.tiles import quantize_col_tile, quantize_columns_in_turn, quantize_row_tile, read_row_tile
+from halfbyte.kernels.device.tiles import quantize_col_tile, quantize_row_tile, read_row_tile
+from halfbyte.kernels.device.turns import quantize_columns_in_turn
 from halfbyte.kernels.launch import jit
 from halfbyte.kernels.quantize import both_small, both_tiles, one
 from halfbyte.kernels.quantize.both_route import Pair, choose_pair

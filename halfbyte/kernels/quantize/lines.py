@@ -14,13 +14,8 @@ from halfbyte.kernels.device import scales as sc
 from halfbyte.kernels.device.operands import Places, Pointers, StridedMatrix, WrittenOperand, arguments_of, varying
 from halfbyte.kernels.device.overlap import OVERLAP_CAPABILITY, begin, placed_early
 from halfbyte.kernels.device.quick_tiles import tile_factors
-from halfbyte.kernels.device.tiles import (
-    gather_row_tile,
-    quantize_col_tile,
-    quantize_row_tile,
-    read_row_tile,
-    store_gathered,
-)
+from halfbyte.kernels.device.tiles import quantize_col_tile, quantize_row_tile, read_row_tile
+from halfbyte.kernels.device.turns import gather_row_tile, store_gathered
 from halfbyte.kernels.launch import jit
 from halfbyte.kernels.quantize import wide
 from halfbyte.kernels.quantize.route import Lines, OneSide
