@@ -112,7 +112,7 @@ def values_shifted_by(pairs, both, SIGNED: tl.constexpr):
 @triton.jit
 def quick_error(xs, step, encode, one, BEYOND: tl.constexpr, SQUARED: tl.constexpr):
     """Return the error of a scale, and of shifted values; arguments as of `error_sum`."""
-    error = error_sum(xs, step, encode, one, BEYOND, SQUARED)
+    error = error_sum(xs, step, encode, one, BEYOND, SQUARED, False)
     if not SQUARED:
         error = error * step
     return error
@@ -120,7 +120,7 @@ def quick_error(xs, step, encode, one, BEYOND: tl.constexpr, SQUARED: tl.constex
 
 @triton.jit
 def error_sum(
-    xs, step, encode, one, BEYOND: tl.constexpr, SQUARED: tl.constexpr, AT_ONCE: tl.constexpr = False
+    xs, step, encode, one, BEYOND: tl.constexpr, SQUARED: tl.constexpr, AT_ONCE: tl.constexpr
 ):  # fmt: skip
     """Return the error of a scale, and of shifted values; of magnitudes divided by step.
 
