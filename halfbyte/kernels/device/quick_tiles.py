@@ -202,7 +202,7 @@ def tile_choice(pairs, largest, base, factors, constants, RULE: tl.constexpr, AX
         if i + 2 < COUNT:
             second = error_of_row(values, step, encode, one, row, i + 2, RULE)
         halves = halves + (exchanged(first, second, (row & 8) == 0, row, 8),)
-    error = over_four(exchanged(pm.nth(halves, 0), pm.nth(halves, 1), (row & 4) == 0, row, 4), False)
+    error = over_four(exchanged(halves[0], halves[len(halves) - 1], (row & 4) == 0, row, 4), False)
     if not RULE.squares:
         error = error * step
     own = quick.with_code(error, code)
