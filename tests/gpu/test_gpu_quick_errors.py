@@ -24,3 +24,8 @@ def test_bytes_of_both_orientations_are_those_of_the_reference(name, shape):
 @pytest.mark.parametrize("name", ["two", "codes"])
 def test_bytes_of_groups_are_those_of_the_defined_errors(name):
     checks.check_groups(name, torch.device("cuda"), (4100, 1072), (700, 700, 3011, 4090))
+
+
+@pytest.mark.parametrize("name", ["tiles-mae", "tiles-mse"])
+def test_scales_of_tiles_are_stored_together(name):
+    checks.check_tiles_together(name, torch.device("cuda"), (4096, 1024))

@@ -20,6 +20,11 @@ def test_bytes_are_those_of_the_reference(name, dtype):
     checks.check_bytes(name, checks.DTYPES[dtype], torch.device("cpu"))
 
 
+@pytest.mark.parametrize("name", ["tiles-mae", pytest.param("tiles-mse", marks=pytest.mark.full)])
+def test_scales_of_tiles_are_stored_together(name):
+    checks.check_tiles_together(name, torch.device("cpu"))
+
+
 SHAPES = {
     "two": (64, 64),
     "codes": (64, 128),
