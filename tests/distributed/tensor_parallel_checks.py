@@ -62,7 +62,7 @@ def as_codes():
 @contextmanager
 def recorded(label=str):
     """Note label() and the operands of every GEMM, as codes, in the order in which they run."""
-    found, kept = [], (ops.gemm_nt, ops.gemm_nt_add)
+    found, kept = [], (ops.gemm_nt, ops.gemm_nt_add, ops.amax_with_product)
 
     def noting(run):
         def noted(a, b, *args, **options):
@@ -71,12 +71,16 @@ def recorded(label=str):
 
         return noted
 
-    ops.gemm_nt, ops.gemm_nt_add = noting(kept[0]), noting(kept[1])
+    def noted_row(w, a, *args):  # a GEMM of one row, where the weight's amax is found beside
+        found.append((stored(a[None]), stored(w), label()))
+        return kept[2](w, a, *args)
+
+    ops.gemm_nt, ops.gemm_nt_add, ops.amax_with_product = noting(kept[0]), noting(kept[1]), noted_row
     try:
         with as_codes():
             yield found
     finally:
-        ops.gemm_nt, ops.gemm_nt_add = kept
+        ops.gemm_nt, ops.gemm_nt_add, ops.amax_with_product = kept
 
 
 def inputs(case: Case) -> tuple[Tensor, ...]:
