@@ -2,7 +2,8 @@
 
 `python -m bench.instructions` prints a table, `--write` keeps it for docs. Counted is the way through a whole tile if
 nothing needs a range check: of a branch not the side that divides slowly, loops as often as a program takes them. At
-copy bandwidth an H200 has about 22 issue slots for an element, half as many on the pipe of integer operations.
+copy bandwidth an H200 has about 22 issue slots for an element, half as many on the pipe of integer operations; what
+reads two registers of one bank takes two.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ from triton.compiler import ASTSource
 from bench.machine import commit
 from bench.markdown import rows
 from bench.records import Record
+from bench.register_banks import conflicts
 from halfbyte import recipes
 from halfbyte.kernels import record
 from halfbyte.kernels.quantize import both, grouped, one
@@ -39,6 +41,7 @@ SHAPE = (8192, 8192)
 FRESH = Hadamard(size=128, signs="fresh")
 DRAWN, DRAWN_ROTATED = (NVFP4(rounding="stochastic", rotation=rotation) for rotation in (None, Hadamard()))
 SIX = NVFP4(scaling=FourOverSix(), e4m3_max=256.0)
+FOUR = NVFP4(scaling=FourOverSix(candidates=(0.875, 1.0, 1.25, 1.5)))
 EDEN = NVFP4(scaling=Eden(), fp4_max=recipes.EDEN_FP4_MAX, e4m3_max=recipes.EDEN_E4M3_MAX)
 EDEN_ROTATED = replace(EDEN, rotation=FRESH)
 ROTATED = {size: NVFP4(rotation=Hadamard(size=size)) for size in (16, 64, 128)}
@@ -56,6 +59,8 @@ DENSE: dict[str, tuple[Spec, Spec | None, tuple[bool, bool]]] = {
     "4over6 row as values + rotated column": (SIX, ROTATED[16], (True, True)),
     "4over6, both as values": (SIX, SIX, (True, True)),
     "NVFP4 row + MXFP8 column": (NVFP4(), MXFP8(), (False, False)),
+    "four candidates": (FOUR, None, (False, False)),
+    "four candidates in 16x16 tiles": (replace(FOUR, block=(16, 16)), None, (False, False)),
     "MS-EDEN": (EDEN, None, (False, False)),
     "MS-EDEN, rotation of 128, fresh": (EDEN_ROTATED, None, (False, False)),
     "MS-EDEN row + column rotated by 16": (EDEN, replace(EDEN, rotation=Hadamard()), (False, False)),
@@ -78,12 +83,13 @@ JUMP = re.compile(r"(?P<guard>@!?U?P\w+ )?BRA.*\((?P<label>\.L_x_\d+)\)")
 
 
 class Counted(NamedTuple):
-    """Of one kernel: registers of a thread, instructions and those on the integer pipe, for an element."""
+    """Of one kernel: registers of a thread, and for an element instructions, those on the integer pipe, `conflicts`."""
 
     kernel: str
     registers: int
     instructions: float
     integer: float
+    conflicts: float
 
 
 def quantize(row: Spec, col: Spec | None, transient: tuple[bool, bool]) -> None:
@@ -134,7 +140,8 @@ def _count(launch: record.Specialized) -> Counted:
     per = threads / (_tile(constants) * loop)
     integer = sum(name in INTEGER_PIPE for name in operations)
     registers, _ = record._resources(compiled.asm["cubin"])
-    return Counted(launch.kernel.fn.__name__, registers, len(operations) * per, integer * per)
+    counts = (count * per for count in (len(operations), integer, conflicts(lines)))
+    return Counted(launch.kernel.fn.__name__, registers, *counts)
 
 
 def _tile(constants: Mapping[str, Any]) -> int:
@@ -217,7 +224,8 @@ def _is_repeated(lines: Sequence[str]) -> bool:
     """Whether these hold a whole loop: the candidates of a block whose quick errors lie too close."""
     starts = {line for line in lines if line.startswith(".L_x_")}
     jumps = ((i, JUMP.match(line)) for i, line in enumerate(lines))
-    return any(jump and jump["label"] in starts and 4 * lines.index(jump["label"]) < i for i, jump in jumps)
+    loops = ((lines.index(jump["label"]), i) for i, jump in jumps if jump and jump["label"] in starts)
+    return any(4 * start < end and 2 * (end - start) > len(lines) for start, end in loops)
 
 
 def _is_padding(lines: Sequence[str]) -> bool:
@@ -247,11 +255,12 @@ def _is_voted(guard: str, before: Sequence[str]) -> bool:
 def table(found: Mapping[str, Any]) -> str:
     """Return the counts as docs print them."""
     body = [
-        [name, str(one["registers"]), f"{one['instructions']:.1f}", f"{one['integer']:.1f}"]
+        [name, str(one["registers"]), *(f"{one[what]:.1f}" for what in ("instructions", "integer", "conflicts"))]
         for name, kernels in found["cases"].items()
         for one in kernels
     ]
-    return rows(["", "registers", "instructions an element", "of them on the integer pipe"], body)
+    names = ["", "registers", "instructions an element", "on the integer pipe", "in one bank"]
+    return rows(names, body)
 
 
 def render(records: Sequence[Record]) -> str:
