@@ -3,7 +3,7 @@
 `python -m bench.instructions` prints a table, `--write` keeps it for docs. Counted is the way through a whole tile if
 nothing needs a range check: of a branch not the side that divides slowly, loops as often as a program takes them. At
 copy bandwidth an H200 has about 22 issue slots for an element, half as many on the pipe of integer operations; what
-reads two registers of one bank takes two.
+reads two registers of one bank seems to take two (`register_banks`).
 """
 
 from __future__ import annotations

@@ -1,8 +1,9 @@
 """Reads of registers that meet in one bank, counted in machine code for sm_90.
 
-An instruction that reads two registers of one parity is issued a cycle later, unless the one before left one of them in
-the cache of operands (`.reuse`). Two kernels in two forms each, which differ in little else, took 27,200 and 8,900
-cycles of a scheduler more for 30,000 and 8,100 such reads more (docs/internals/kernels.md).
+No manual says it of two registers, but by what was counted an instruction that reads two of one parity is issued
+a cycle later, unless the one before left one of them in the cache of operands (`.reuse`): two kernels in two forms
+each, which differ in little else, took 27,200 and 8,900 cycles of a scheduler more for 30,000 and 8,100 such reads more
+(docs/internals/kernels.md). Of operands of 64 bits the first register counts.
 """
 
 from __future__ import annotations

@@ -71,7 +71,7 @@ def test_layers(bias, main_grad):
 
 
 def test_a_step_needs_few_launches():
-    """Of the split: mean and its sum of lanes, v, and likewise s; nothing that reads or writes x again."""
+    """Of the split: the mean, v beside the amax of w, s; nothing that reads or writes x again."""
     x = torch.randn(4096, 2048, device="cuda", dtype=BF16, requires_grad=True)
     w = torch.randn(1024, 2048, device="cuda", dtype=BF16, requires_grad=True)
     counts = []
