@@ -55,5 +55,5 @@ def learning_rates(records: Sequence[Record]) -> str:
 
 
 RENDERERS: Mapping[str, Callable[[Sequence[Record]], str]] = MappingProxyType(
-    {"study-lr": learning_rates, "study-screen": league("screen")}
+    {"study-lr": learning_rates, "study-screen": league("screen"), "study-final": league("final")}
 )
