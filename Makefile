@@ -17,7 +17,7 @@
 #   make test-docs   every code block, example, link and figure of the documentation, and the site, strict
 #   make test-browser   pages of `halfbyte report` and of the documentation in Chromium (apt-get install -y chromium)
 #   make test-package   wheel and sdist: built, installed in an empty environment, run        make dist       into dist/
-#   make figures     the figures of docs/concepts.md, every table that quotes bench/results, and those of docs/agreement.md
+#   make figures     the figures of docs/concepts.md and of the studies, every table that quotes bench/results, and those of docs/agreement.md
 #                       whose packages `make test-integrations` has installed, made again
 #   make bench       benchmarks on this machine's GPU, with its own python3
 # PYTHON=python3.12 make setup chooses the interpreter. TRAIN_ARGS, TEST_ARGS, TARGET_ARGS and BENCH_ARGS reach the command.
@@ -162,6 +162,7 @@ docs: $(VENV)/docs.stamp
 
 figures: setup
 	$(BIN)/python docs/figures/draw.py
+	$(BIN)/python docs/figures/leagues.py
 	$(BIN)/python -m bench.tables --write
 	$(BIN)/python -m bench.plan_tables --write
 	PYTHONPATH=$(PEERS)/fouroversix $(BIN)/python -m bench.agreement --write --te $(PEERS)/transformer-engine

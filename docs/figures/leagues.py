@@ -1,0 +1,104 @@
+"""The figure of docs/which_recipe.md and README.md, of what studies recorded: python docs/figures/leagues.py [FOLDER].
+
+A row is a recipe, a dot the gap in held-out loss that it ended with: filled in the screen, a ring in the final, with
+its interval where there are several seeds.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+from svg import Drawing, Plot
+
+ROOT = Path(__file__).parents[2]
+RESULTS = ROOT / "experiments" / "results"
+OUT = ROOT / "docs" / "assets" / "leagues"
+PITCH, TOP = 19, 64
+MOST = 2.5
+"""Percent behind which gaps are written at the edge: a control must not flatten the others."""
+MANY = 0.5
+"""Share of the FLOPs in 4 bits from which a recipe multiplies in them backward too: the forward alone is a third."""
+KINDS = {
+    "a": "4 bits in all three GEMMs",
+    "c": "4 bits forward, more backward",
+    "plain": "no 4 bits",
+    "b": "control, built to lose",
+}
+
+
+def rows(study: str) -> dict[str, dict[str, Any]]:
+    """Return the trained rows of a study's league by recipe, but for the baseline; none of a study that never ran."""
+    path = RESULTS / study / "league.json"
+    found = json.loads(path.read_text(encoding="utf-8"))["rows"] if path.exists() else []
+    return {row["recipe"]: row for row in found[1:] if row["gap"] is not None}
+
+
+def kind(row: dict[str, Any]) -> str:
+    if row["place"] is None:
+        return "b"
+    return "a" if row["four_bit"] >= MANY else "c" if row["four_bit"] > 0 else "plain"
+
+
+def mark(plot: Plot, y: float, row: dict[str, Any], ring: bool) -> None:
+    """Draw where a row ended, at the edge with its number where that is far away."""
+    drawing, css = plot.drawing, kind(row)
+    x = plot.at(min(row["gap"], MOST), 0)[0]
+    if row["half"] is not None:
+        low, high = (plot.at(min(row["gap"] + side * row["half"], MOST), 0)[0] for side in (-1, 1))
+        drawing.line(low, y, high, y, f"{css}-line")
+    drawing.dot(x, y, f"{css}-line" if ring else css, 5.5 if ring else 4)
+    if row["gap"] > MOST:
+        drawing.text(x - 10, y + 4, f"{row['gap']:+.1f} % →", "small", "end")
+
+
+def which_recipe() -> Drawing:
+    """Gaps to bf16 of every recipe that the studies trained."""
+    screen, final = rows("screen"), rows("final")
+    names = [*screen, *(name for name in final if name not in screen)]
+    drawing = Drawing(
+        TOP + PITCH * len(names) + 34, "Gap to bf16 in held-out loss of each recipe, at 60 and 125 million parameters"
+    )
+    plot = Plot(
+        drawing=drawing, left=300, top=TOP, width=380, height=PITCH * len(names), x=(-0.1, MOST), y=(0, len(names))
+    )
+    drawing.text(0, 16, "How far behind bf16 does each recipe end?", "bold")
+    drawing.text(
+        0, 36, "Gap in held-out loss, %. Filled: 60M parameters, 66M tokens. Ring: 125M, 197M tokens.", "small"
+    )
+    x = 0.0
+    for css, words in KINDS.items():
+        drawing.dot(x + 5, 50, css, 4)
+        drawing.text(x + 14, 54, words, "small")
+        x += 30 + 6.2 * len(words)
+    drawing.text(756, TOP - 4, "FLOPs in 4 bits", "small", "end")
+    bottom = TOP + plot.height
+    for gap in (0, 0.5, 1, 1.5, 2, MOST):
+        x = plot.at(gap, 0)[0]
+        drawing.line(x, TOP, x, bottom, "faint" if gap else "line")
+        drawing.text(x, bottom + 16, f"{gap:g} %" if gap else "bf16", "small", "middle")
+    for i, name in enumerate(names):
+        y = TOP + PITCH * (i + 0.5)
+        row = screen.get(name) or final[name]
+        shown = name.replace("four_over_six(scope=weights,candidates=0.875:1:1.25:1.5)", "four scales to choose from")
+        noise = "  (noise)" if "+order" in name or "+bits" in name else ""
+        drawing.text(290, y + 4, shown + noise, "small", "end")
+        drawing.line(plot.left, y, plot.left + plot.width, y, "faint")
+        for found, ring in ((screen, False), (final, True)):
+            if name in found:
+                mark(plot, y, found[name], ring)
+        drawing.text(756, y + 4, f"{100 * row['four_bit']:.0f} %", "small", "end")
+    return drawing
+
+
+def main(folder: Path) -> int:
+    """Draw the figure."""
+    folder.mkdir(parents=True, exist_ok=True)
+    which_recipe().save(folder / "which-recipe.svg")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(Path(sys.argv[1]) if len(sys.argv) > 1 else OUT))
