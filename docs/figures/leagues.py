@@ -1,7 +1,7 @@
-"""The figure of docs/which_recipe.md and README.md, of what studies recorded: python docs/figures/leagues.py [FOLDER].
+"""The figures of docs/which_recipe.md and README.md, of what studies recorded: python docs/figures/leagues.py [FOLDER].
 
-A row is a recipe, a dot the gap in held-out loss that it ended with: filled in the screen, a ring in the final, with
-its interval where there are several seeds.
+which-recipe: a row is a recipe, a dot the gap in held-out loss that it ended with: filled in the screen, a ring in the
+final, with its interval where there are several seeds. over-steps: gaps in the validations before, the mean of seeds.
 """
 
 from __future__ import annotations
@@ -27,6 +27,9 @@ KINDS = {
     "plain": "no 4 bits",
     "b": "control, built to lose",
 }
+OF_SCREEN = ("bf16+order", "nvfp4_forward", "mxfp8", "quartet2", "row_scaled", "nvfp4", "nvfp4+late(0.2)")
+"""Of 23 recipes those of which the page speaks."""
+DASHED = ("nvfp4+late(0.2)", "bf16+order", "quartet2+late(0.2)")
 
 
 def rows(study: str) -> dict[str, dict[str, Any]]:
@@ -93,10 +96,61 @@ def which_recipe() -> Drawing:
     return drawing
 
 
+def gaps(study: str, name: str) -> list[tuple[float, float]]:
+    """Return (share of the steps in percent, mean gap in percent) of each validation of a recipe."""
+    found: dict[float, list[float]] = {}
+    for base in sorted((RESULTS / study).glob("seed-*/bf16/log.jsonl")):
+        own = base.parents[1] / name / "log.jsonl"
+        if own.exists():
+            losses, others = validations(own), validations(base)
+            for step in losses:
+                found.setdefault(100 * step / max(others), []).append(100 * (losses[step] / others[step] - 1))
+    return [(share, sum(values) / len(values)) for share, values in sorted(found.items())]
+
+
+def validations(path: Path) -> dict[int, float]:
+    said = map(json.loads, path.read_text(encoding="utf-8").splitlines())
+    return {one["step"]: one["loss"] for one in said if one["kind"] == "eval"}
+
+
+def over_steps() -> Drawing:
+    """Gaps to bf16 of some recipes from validation to validation, in the screen and in the final."""
+    drawing = Drawing(
+        330,
+        "Gap to bf16 in held-out loss over the steps of a training, of some recipes at 60 and 125 million parameters",
+    )
+    drawing.text(0, 16, "The gap opens again while the learning rate decays", "bold")
+    drawing.text(0, 36, "Gap in held-out loss, %, over the share of the steps. Grey: the decay.", "small")
+    panels = (("60M parameters, 66M tokens", "screen", OF_SCREEN, 40.0), ("125M, 197M tokens", "final", (), 420.0))
+    for title, study, chosen, left in panels:
+        plot = Plot(drawing=drawing, left=left, top=70, width=215, height=220, x=(0, 100), y=(-0.25, 1.9))
+        (decay, top), (end, bottom) = plot.at(80, plot.y[1]), plot.at(100, plot.y[0])
+        drawing.box(decay, top, end - decay, bottom - top, "pale")
+        drawing.text(left, 62, title, "small")
+        plot.ticks((0, 0.5, 1, 1.5), "{:g}")
+        for share in (0, 50, 80, 100):
+            drawing.text(plot.at(share, 0)[0], bottom + 16, f"{share} %", "small", "middle")
+        ends = []
+        for name, row in rows(study).items():
+            if row["place"] is not None and (not chosen or name in chosen):
+                points = gaps(study, name)
+                css = kind(row)
+                plot.line(*zip(*points, strict=True), css=f"{css}-line" + (" dashed" if name in DASHED else ""))
+                for point in points:
+                    drawing.dot(*plot.at(*point), css, 2.5)
+                ends.append((points[-1][1], name))
+        last = float("inf")
+        for gap, name in sorted(ends):  # from the bottom up, none over another
+            last = min(plot.at(100, gap)[1] + 4, last - 13)
+            drawing.text(end + 6, last, f"{gap:.2f} {name}", "small")
+    return drawing
+
+
 def main(folder: Path) -> int:
-    """Draw the figure."""
+    """Draw the figures."""
     folder.mkdir(parents=True, exist_ok=True)
     which_recipe().save(folder / "which-recipe.svg")
+    over_steps().save(folder / "over-steps.svg")
     return 0
 
 

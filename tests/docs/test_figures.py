@@ -10,7 +10,7 @@ import pytest
 from pages import ROOT
 
 ASSETS = ROOT / "docs" / "assets"
-PAGES = {"concepts": ("docs/concepts.md",), "leagues": ("docs/which_recipe.md", "README.md")}
+PAGES = {"concepts": "docs/concepts.md", "leagues": "docs/which_recipe.md"}
 SCRIPTS = {"draw.py": "concepts", "leagues.py": "leagues"}
 NAMES = sorted(str(path.relative_to(ASSETS)) for folder in PAGES for path in (ASSETS / folder).glob("*.svg"))
 
@@ -36,9 +36,8 @@ def test_each_is_equal(again, name):
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_each_is_on_its_pages_and_says_what_it_shows(name):
-    for page in PAGES[name.partition("/")[0]]:
-        assert f"assets/{name})" in (ROOT / page).read_text()
+def test_each_is_on_its_page_and_says_what_it_shows(name):
+    assert f"assets/{name})" in (ROOT / PAGES[name.partition("/")[0]]).read_text()
     root = ElementTree.parse(ASSETS / name).getroot()
     (title,) = root.findall("{http://www.w3.org/2000/svg}title")
     assert len(title.text.split()) > 5
@@ -54,6 +53,11 @@ def test_nothing_is_drawn_outside(name):
         if x is not None:
             right, bottom = (float(a) + float(shape.get(b, 0)) for a, b in ((x, "width"), (y, "height")))
             assert float(x) >= 0 and right <= width and float(y) >= 0 and bottom <= height, ElementTree.tostring(shape)
+
+
+def test_the_first_screen_shows_the_league():
+    text = (ROOT / "README.md").read_text()
+    assert text.index("(docs/assets/leagues/which-recipe.svg)") < text.index("## Who needs it")
 
 
 @pytest.mark.parametrize("study", ["screen", "final"])
