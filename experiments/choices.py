@@ -58,8 +58,17 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--count", type=int, default=300)
     options = parser.parse_args(arguments)
-    records = (line for path in sorted(options.folder.glob("*.jsonl")) for line in path.read_text().splitlines())
+    paths = sorted(options.folder.glob("*.jsonl"))
+    if not paths:
+        parser.error(f"{options.folder}: holds no .jsonl; give the held_out/ of experiments/corpora.py")
+    if options.count < 1:
+        parser.error(f"--count {options.count}: give 1 or more")
+    if not options.out.absolute().parent.is_dir():
+        parser.error(f"--out {options.out}: its folder is not there; make it first")
+    records = (line for path in paths for line in path.read_text().splitlines())
     made = items([json.loads(record)["text"] for record in records], options.count)
+    if not made:
+        parser.error(f"{options.folder}: no file in it has a line to ask for; give more text")
     options.out.write_text("".join(json.dumps(item) + "\n" for item in made))
     print(f"{len(made)} items in {options.out}")
     return 0

@@ -66,7 +66,13 @@ def build(groups: Iterable[Group], out: Path, held_out: int = HELD_OUT, most: in
     """Write groups to out/train and out/held_out and return what went where.
 
     The first groups are held out, until they are `held_out` bytes; they are written last, without what was trained on.
+
+    Raises:
+        ValueError: something is in `out` already, whose groups might be on the other side now, or a side is empty.
     """
+    there = [part for part in ("train", "held_out", "summary.json") if (out / part).exists()]
+    if there:
+        raise ValueError(f"--out {out}: {there[0]} is there already; delete the folder, or give another")
     seen: set[bytes] = set()
     first: list[tuple[str, list[tuple[str, bytes]]]] = []
     size, sizes = 0, {"train": 0, "held_out": 0}
@@ -80,6 +86,11 @@ def build(groups: Iterable[Group], out: Path, held_out: int = HELD_OUT, most: in
             _write(out, "train", name, documents, seen, (sizes, counts, digests))
     for name, documents in first:
         _write(out, "held_out", name, documents, seen, (sizes, counts, digests))
+    for part in sizes:
+        if not counts[part]:
+            raise ValueError(
+                f"--held-out {held_out}: no document is left for {part}/; give less than the text has, or more text"
+            )
     summary = {
         part: {"bytes": sizes[part], "documents": counts[part], "sha256": digests[part].hexdigest()} for part in sizes
     }
@@ -119,6 +130,24 @@ def main(arguments: list[str]) -> int:
     )
     parser.add_argument("--held-out", type=int, default=None, help="bytes that are held out")
     options = parser.parse_args(arguments)
+    try:
+        print(json.dumps(_build(options), indent=2))
+    except (ValueError, OSError) as error:
+        parser.error(str(error))
+    return 0
+
+
+def _build(options: argparse.Namespace) -> dict:
+    """Build what was asked for.
+
+    Raises:
+        ValueError: there is no such text, or no such size.
+    """
+    if options.held_out is not None and options.held_out <= 0:
+        raise ValueError(f"--held-out {options.held_out}: give a number of bytes, 1 or more")
+    for root in options.roots or ():
+        if not root.is_dir():
+            raise ValueError(f"--roots {root}: is no folder; give folders of packages")
     if options.kind == "packages":
         named = [Path(sysconfig.get_paths()[key]) for key in ("stdlib", "purelib", "platlib")]
         groups = packages(options.roots or list(dict.fromkeys(named)))
@@ -126,8 +155,7 @@ def main(arguments: list[str]) -> int:
         name = options.dict.name.removesuffix(".dz").removesuffix(".dict")
         groups = entries(options.dict, options.dict.with_name(f"{name}.index"))
     default = HELD_OUT if options.kind == "packages" else HELD_OUT // 8
-    print(json.dumps(build(groups, options.out, options.held_out or default), indent=2))
-    return 0
+    return build(groups, options.out, default if options.held_out is None else options.held_out)
 
 
 if __name__ == "__main__":

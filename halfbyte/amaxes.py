@@ -8,6 +8,7 @@ one begins these are held, for the steps until others are (docs/numerics.md sect
 from __future__ import annotations
 
 import math
+import warnings
 from itertools import accumulate
 from typing import Any
 
@@ -261,6 +262,12 @@ class DelayedAmaxes:
             ValueError: it is nothing that `state_dict` returns, or of other layers; nothing has changed then.
         """
         _check(state, self.layers, is_scheduled)
+        if step and self.layers and not is_scheduled and not set(map(str, self.layers)) & set(state):
+            warnings.warn(
+                f"the state of step {step} has no amaxes of the layers that delay theirs: they begin anew, with their "
+                "own in the first step",
+                stacklevel=3,
+            )
         self.changes, self._is_settled = self.changes + 1, False
         for stream, layer in self.layers.items():
             nothing = {name: [0] * layer.count for name in _FIELDS}

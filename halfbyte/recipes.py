@@ -132,7 +132,9 @@ def four_over_six(
         maximum = e4m3_max if e4m3_max_scope in (role, "all") else spec.e4m3_max
         return dataclasses.replace(spec, scaling=scaling, e4m3_max=maximum)
 
-    return _changed(nvfp4() if base is None else resolve(base), change)
+    recipe = nvfp4() if base is None else resolve(base)
+    _check_operands(base, recipe, scope, lambda spec: spec.rounding == "nearest" and not isinstance(spec.scaling, Eden))
+    return _changed(recipe, change)
 
 
 def weight_only(*, base: Recipe | str | None = None) -> Recipe:
@@ -147,7 +149,32 @@ def weight_only(*, base: Recipe | str | None = None) -> Recipe:
         return spec if role == "weights" and spec is not None and spec.rotation is None else None
 
     recipe = nvfp4() if base is None else resolve(base)
-    return _changed(dataclasses.replace(recipe, activation_mean="kept", channels=None, amax=None), change)
+    made = _changed(dataclasses.replace(recipe, activation_mean="kept", channels=None, amax=None), change)
+    if not made.specs:
+        raise ValueError(f"base={_named(base)}: it quantizes no weight; give a base that does, such as 'nvfp4'")
+    return made
+
+
+def _named(base: Recipe | str | None) -> str:
+    """Return a base as a message shows it."""
+    return repr(base) if base is None or isinstance(base, str) else f"<{base.key}>"
+
+
+def _check_operands(base: Recipe | str | None, recipe: Recipe, scope: Scope, applies: Callable[[NVFP4], bool]) -> None:
+    """Raise ValueError where a change of NVFP4 operands of a scope would leave the recipe as it is."""
+    found = False
+
+    def look(spec: Spec | None, role: str) -> Spec | None:
+        nonlocal found
+        found |= isinstance(spec, NVFP4) and scope in (role, "all") and applies(spec)
+        return spec
+
+    _changed(recipe, look)
+    if not found:
+        raise ValueError(
+            f"base={_named(base)}, scope={scope!r}: it has no NVFP4 operand there that this changes, and would stay as "
+            "it is; give a base that has one, such as 'nvfp4'"
+        )
 
 
 def _changed(recipe: Recipe, change: Callable[[Spec | None, str], Spec | None]) -> Recipe:
@@ -178,7 +205,9 @@ def row_scaled(*, scope: Scope = "all", base: Recipe | str | None = None) -> Rec
     def change(spec, role: str):
         return dataclasses.replace(spec, outer="row") if isinstance(spec, NVFP4) and scope in (role, "all") else spec
 
-    return _changed(nvfp4(weight_block=(1, 16)) if base is None else resolve(base), change)
+    recipe = nvfp4(weight_block=(1, 16)) if base is None else resolve(base)
+    _check_operands(base, recipe, scope, lambda spec: True)
+    return _changed(recipe, change)
 
 
 def outlier_channels(*, share: float = 0.05, base: Recipe | str | None = None) -> Recipe:

@@ -56,7 +56,8 @@ class Eden:
     """MS-EDEN (Quartet II, arXiv 2601.22813): codes to nearest, a block scale that makes up for their error on average.
 
     The scale that is stored is corrected by the block's own projection and rounded stochastically (docs/numerics.md
-    section 5). On rotated data this is unbiased with half the error of stochastic rounding.
+    section 5). On normal data, and on what a rotation with fresh signs makes like them, this is unbiased with half the
+    error of stochastic rounding; a group that one element makes up nearly alone stays biased behind a rotation.
     """
 
     @property

@@ -31,6 +31,7 @@ STREAM_LIMIT = 1 << POSITION_SHIFT
 POSITION_LIMIT = 1 << (63 - POSITION_SHIFT)
 FORWARDS_UNBEGUN = 4096
 """Training forwards of layers before the first `begin_step` after which the caller has surely forgotten it."""
+_MAY_BE = ("step", "schedule", "amaxes")
 _LIMITS = {"seed": SEED_LIMIT, "position": POSITION_LIMIT, "streams": STREAM_LIMIT + 1}
 
 
@@ -464,6 +465,9 @@ class RunState:
         remedy = "pass what RunState.state_dict() returned"
         if not isinstance(state, dict) or not {"version", *_LIMITS} <= set(state) or state["version"] != 1:
             raise ValueError(f"state={state!r}: not a RunState; {remedy}")
+        unknown = sorted(set(map(str, state)) - {"version", *_LIMITS, *_MAY_BE})
+        if unknown:
+            raise ValueError(f"state[{unknown[0]!r}]: no part of a RunState of version 1; {remedy}")
         for name, limit in _LIMITS.items():
             if type(state[name]) is not int or not 0 <= state[name] < limit:
                 raise ValueError(f"state[{name!r}]={state[name]!r}: not an int with 0 <= {name} < {limit}; {remedy}")

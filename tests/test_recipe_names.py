@@ -76,7 +76,6 @@ def test_functions_take_names():
     compiled = torch.compile(lambda x: hb.linear(x, w, None, "naive_fp4"), backend="aot_eager", fullgraph=True)
     assert torch.equal(compiled(x), expected)
     assert hb.recipes.mixed("bf16", "naive_fp4") == hb.Recipe(dgrad=CONTROL.dgrad, wgrad=CONTROL.wgrad)
-    assert hb.recipes.four_over_six(base="mxfp8") == hb.recipes.mxfp8()
 
 
 @pytest.mark.parametrize(
@@ -160,3 +159,19 @@ def test_kinds_of_arguments(argument, value, words):
 def test_candidates_are_no_text():
     with pytest.raises(ValueError, match="^candidates='ab': give a tuple of multiples"):
         hb.FourOverSix(candidates="ab")
+
+
+@pytest.mark.parametrize(
+    "change, base",
+    [
+        (hb.recipes.four_over_six, "mxfp8"),
+        (hb.recipes.four_over_six, hb.Recipe()),
+        (lambda base: hb.recipes.four_over_six(base=base, scope="activations"), hb.Recipe(dgrad=CONTROL.dgrad)),
+        (hb.recipes.row_scaled, "bf16"),
+        (lambda base: hb.recipes.row_scaled(base=base, scope="weights"), hb.Recipe(wgrad=CONTROL.wgrad)),
+        (hb.recipes.weight_only, "bf16"),
+    ],
+)
+def test_a_change_that_changes_nothing_is_refused(change, base):
+    with pytest.raises(ValueError, match="^base=.*give a base that"):
+        change(base=base)

@@ -189,6 +189,7 @@ def test_loading_changes_the_position_in_place():
         {"version": 1, "seed": 0, "position": 1.5, "streams": 0},
         {"version": 1, "seed": 0, "position": 0, "streams": None},
         {"version": 1, "seed": 0, "position": 0, "streams": -4},
+        {"version": 1, "seed": 0, "position": 0, "streams": 0, "amax": {}},
     ],
 )
 def test_a_foreign_state_is_refused_and_nothing_changes(bad):

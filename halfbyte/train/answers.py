@@ -57,7 +57,7 @@ class EvaluateOptions:
     choices: Path | None = None
     """JSON Lines of {"context": text, "choices": [texts], "answer": index of the right one}."""
     sequence: int = 256
-    """Tokens of one sequence; of a context the last ones are read."""
+    """Tokens of one sequence; of a context the last ones are read, and a choice has to fit."""
 
     def __post_init__(self) -> None:
         if self.text is None and self.choices is None:
@@ -150,6 +150,9 @@ def likelihood(subject: Subject, context: str, continuation: str, sequence: int)
 
     Both are tokenized together, so that the border is the text's own; the tokens that differ from the context's are the
     continuation's. Behind an empty context all of them are.
+
+    Raises:
+        ValueError: the continuation is longer than a sequence: what was left out could be what decides.
     """
     before, whole = prompt_ids(subject, context), _ids(subject, context + continuation)
     whole = whole if _ids(subject, context) else before + whole
@@ -157,6 +160,11 @@ def likelihood(subject: Subject, context: str, continuation: str, sequence: int)
         (i for i, (a, b) in enumerate(zip(before, whole, strict=False)) if a != b), min(len(before), len(whole))
     )
     shared = max(1, min(shared, len(whole) - 1))
+    if len(whole) - shared > sequence:
+        raise ValueError(
+            f"sequence={sequence}: a choice has {len(whole) - shared} tokens ({continuation[:40]!r}…); give a longer "
+            "sequence, or shorter choices"
+        )
     first = max(0, len(whole) - sequence - 1)
     device = next(subject.model.parameters()).device
     tokens = torch.tensor(whole[first:], device=device)

@@ -85,6 +85,8 @@ def _command(
     with joined(launch.launched()) as ranks:
         try:
             options, why = _parse(kind, arguments, out, ranks.size)
+            if isinstance(options, Compare) and options.seeds and _peeked(kind, arguments, "seed") is not None:
+                raise ValueError("seed: --seeds says them all; leave --seed out")
             if why and ranks.is_first:
                 ranks.say(why)
             ranks.compare(_asked(options), configs.differences)

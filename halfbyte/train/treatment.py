@@ -93,6 +93,8 @@ def _change(name: str, recipe: str, change: str) -> dict[str, Any]:
         if word == "schedule":
             return {"schedule": value}
         if word == "late" and 0 < float(value) < 1:
+            if options.read(recipe.partition("@")[0]).fprop is None:
+                raise ValueError("its forward is in high precision from the start, so that nothing would change")
             backward = split_outside(recipe, "/")[-1]
             return {"schedule": f"{1 - float(value):.6g}:bf16/{backward}"}
         if word == "bits" and 0 < int(value) < 1 << 15:
@@ -121,6 +123,8 @@ def applied(config: TrainConfig, name: str) -> TrainConfig:
             )
         config = replace(config, recipe_schedule=chosen.schedule or config.recipe_schedule)
     if chosen.bits:
+        if not any(one.needs_rng for one in (chosen.recipe, *_later(config))):
+            raise ValueError(f"recipe={name!r}: it draws no random bits, so that bits({chosen.bits}) changes nothing")
         config = replace(config, bits=chosen.bits)
     if chosen.lr is not None:
         config = replace(config, optim=replace(config.optim, lr=chosen.lr))
@@ -134,13 +138,17 @@ def applied(config: TrainConfig, name: str) -> TrainConfig:
     return config
 
 
+def _later(config: TrainConfig) -> list[hb.Recipe]:
+    """Return the recipes that a run's schedule or switch brings."""
+    schedule, switch = config.schedule(), config.switch()
+    return [one for _, one in schedule.changes] if schedule else [switch] if switch else []
+
+
 def check_experts(config: TrainConfig, recipe: hb.Recipe) -> None:
     """Raise ValueError where a run would come to a recipe that its experts cannot follow, however late."""
     if models.model_preset(config.model).moe is None:
         return
-    schedule, switch = config.schedule(), config.switch()
-    later = [one for _, one in schedule.changes] if schedule else [switch] if switch else []
-    for one in (recipe, *later):
+    for one in (recipe, *_later(config)):
         recipe_of_experts(one)
         if config.mesh.tp > 1:
             refuse_delayed(one, "experts that ranks share by features (tp)")

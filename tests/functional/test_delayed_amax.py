@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import pickle
+import warnings
 
 import pytest
 import torch
@@ -102,6 +103,19 @@ def test_a_step_may_be_taken_back_in_its_middle():
         return layer(x)
 
     assert equal(steps(None, 5, model=layer, run=run)[0], whole)
+
+
+def test_a_state_without_amaxes_is_said_once():
+    """As of a run that did not delay them, or one that was edited; before the first step there are none."""
+    _, layer = steps(RECIPES["nvfp4"], 3)
+    saved = layer.run_state.state_dict()
+    assert saved.pop("amaxes") and saved["step"] == 3
+    with pytest.warns(UserWarning, match="the state of step 3 has no amaxes of the layers that delay theirs") as said:
+        layer.run_state.load_state_dict(saved)
+    assert len(said) == 1 and not any(map(float, layer.amaxes.held))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        layer.run_state.load_state_dict(saved | {"step": 0})
 
 
 def test_a_state_may_be_loaded_before_there_are_layers():

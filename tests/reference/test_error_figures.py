@@ -90,22 +90,47 @@ def hadamard_matrix(size: int) -> torch.Tensor:
     return h / size**0.5
 
 
+def turned_back(x: torch.Tensor, spec: hb.NVFP4) -> torch.Tensor:
+    """Return what 256 draws leave of x, in its own directions: [256, *x.shape], fp64."""
+    values = []
+    for place in (hb.Philox(8, i) for i in range(256)):
+        q = hb.quantize(x.float(), spec, rng=place, sign_rng=place)
+        rotated = reference.dequantize(Operand(q.blocks, spec, 128)).double()
+        signs = hadamard.signs(spec.rotation, place.on(x.device), x.device)
+        values.append(rotated @ hadamard_matrix(128) * signs)
+    return torch.stack(values)
+
+
 def test_rotated_with_fresh_signs_eden_is_unbiased_on_data_with_outliers():
     """The error of the mean falls by almost four from 16 to 256 draws; with fixed signs a bias stays."""
-    x, h = (gaussian(4, 128, 6) * 1.5).sinh(), hadamard_matrix(128)
+    x = (gaussian(4, 128, 6) * 1.5).sinh()
     x[:, 3] += 8
 
     def fall(rotation: hb.Hadamard) -> float:
-        spec, values = dataclasses.replace(EDEN, rotation=rotation), []
-        for place in (hb.Philox(8, i) for i in range(256)):
-            q = hb.quantize(x, spec, rng=place, sign_rng=place)
-            rotated = reference.dequantize(Operand(q.blocks, spec, 128)).double()
-            values.append(rotated @ h * hadamard.signs(rotation, place.on(x.device), x.device))
-        means = torch.stack(values).unflatten(0, (16, 16)).mean(1)
+        means = turned_back(x, dataclasses.replace(EDEN, rotation=rotation)).unflatten(0, (16, 16)).mean(1)
         return float((means - x).square().mean().sqrt() / (means.mean(0) - x).square().mean().sqrt())
 
     assert 3.5 < fall(hb.Hadamard(size=128, signs="fresh")) < 4.5
     assert fall(hb.Hadamard(size=128)) < 1.2
+
+
+@pytest.mark.parametrize(
+    ("spec", "largest", "slope", "spread"),
+    [
+        (EDEN, 100.0, 1.31, 0.02),
+        (EDEN, 30.0, 1.008, 0.007),
+        (hb.NVFP4(rounding="stochastic", fp4_max=HEADROOM), 100.0, 1.0, 0.02),
+    ],
+    ids=["eden-100", "eden-30", "stochastic-100"],
+)
+def test_behind_signs_one_element_alone_leaves_eden_biased(spec, largest, slope, spread):
+    """The others of its group come out larger than they are; stochastic rounding has no such bias."""
+    x = gaussian(8, 128, 9).bfloat16().double()
+    x[:, 3] = largest
+    rotated = dataclasses.replace(spec, rotation=hb.Hadamard(size=128, signs="fresh"))
+    mean, others = turned_back(x, rotated).mean(0), torch.arange(128) != 3
+    found = float((mean * x)[:, others].sum() / x.square()[:, others].sum())
+    assert found == pytest.approx(slope, abs=spread)
 
 
 def test_headroom_costs_a_quarter_more_variance():

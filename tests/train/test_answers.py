@@ -92,6 +92,14 @@ def test_a_model_reads_the_last_tokens_of_a_context_one_sequence_of_them():
     assert read == [b"abc", b"zzzzzzabc", b"abc"], "of the last token nothing is predicted"
 
 
+def test_a_choice_that_no_sequence_holds_is_refused():
+    """The rest of two that end alike would be equally likely, and the first of them right."""
+    question = Question(context="ab", choices=("cd" + "x" * 30, "dc" + "x" * 30), answer=1)
+    with pytest.raises(ValueError, match="sequence=31: a choice has 32 tokens .'cdxx.*a longer sequence, or shorter"):
+        accuracy(counting(), [question], 31)
+    accuracy(counting(), [question], 32)
+
+
 def test_a_model_that_prefers_nothing_is_right_as_often_as_the_first_choice():
     subject = counting()
     torch.nn.init.zeros_(subject.model.size)
@@ -222,6 +230,28 @@ def test_items_of_held_out_text(tmp_path):
     before = (tmp_path / "items").read_text()
     script.main([str(tmp_path), "--out", str(tmp_path / "items"), "--count", "25"])
     assert (tmp_path / "items").read_text() == before
+
+
+@pytest.mark.parametrize(
+    "words, said",
+    [
+        (["nowhere", "--out", "items"], "nowhere: holds no .jsonl"),
+        (["texts", "--out", "items", "--count", "0"], "--count 0: give 1 or more"),
+        (["texts", "--out", "no/items"], "--out no/items: its folder is not there"),
+        (["texts", "--out", "items"], "no file in it has a line to ask for"),
+    ],
+)
+def test_what_questions_refuse(words, said, tmp_path, monkeypatch, capsys):
+    spec = importlib.util.spec_from_file_location("choices", SCRIPT)
+    script = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(script)
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "texts").mkdir()
+    (tmp_path / "texts" / "p.jsonl").write_text(json.dumps({"text": "short"}) + "\n")
+    with pytest.raises(SystemExit) as ended:
+        script.main(words)
+    assert ended.value.code == 2 and said in capsys.readouterr().err
+    assert not (tmp_path / "items").exists()
 
 
 @pytest.mark.parametrize("tokenizer", ["bytes", "bpe:300"])

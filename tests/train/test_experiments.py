@@ -98,6 +98,30 @@ def test_packages_are_whole_on_one_side_and_no_text_is_on_both(tmp_path):
     assert again == summary
 
 
+@pytest.mark.parametrize(
+    "words, said",
+    [
+        (["--out", "out"], "--out out: train is there already; delete the folder"),
+        (["--out", "new", "--held-out", "0"], "--held-out 0: give a number of bytes"),
+        (["--out", "new", "--held-out", "999999"], "--held-out 999999: no document is left for train/"),
+        (["--out", "new", "--roots", "nowhere"], "--roots nowhere: is no folder"),
+        (["--out", "new", "--roots", "empty"], "no document is left for train/"),
+    ],
+)
+def test_what_a_text_refuses(words, said, tmp_path, monkeypatch, capsys):
+    """A second text in one folder would have packages of the first on the other side."""
+    monkeypatch.chdir(tmp_path)
+    write(tmp_path / "root", {f"p{i}/m.py": f"value = {i}\n".encode() * 40 for i in range(12)})
+    (tmp_path / "empty").mkdir()
+    assert script().main(["packages", "--roots", "root", "--out", "out", "--held-out", "900"]) == 0
+    before = read(tmp_path / "out" / "train")
+    capsys.readouterr()
+    with pytest.raises(SystemExit) as ended:
+        script().main(["packages", *([] if "--roots" in words else ["--roots", "root"]), *words])
+    assert ended.value.code == 2 and said in capsys.readouterr().err
+    assert read(tmp_path / "out" / "train") == before
+
+
 def number(value: int) -> str:
     """Write a number as the index of a dictionary does, independently of how the script reads it."""
     digits = base64.b64encode(value.to_bytes(6, "big")).decode()

@@ -10,7 +10,7 @@ import torch
 import halfbyte as hb
 from halfbyte import cli, recipes
 from halfbyte.train import config as configs
-from halfbyte.train import loop, options
+from halfbyte.train import commands, loop, options
 from halfbyte.train.asked import read_options
 from halfbyte.train.treatment import applied, schedules_of, treatment_of
 
@@ -110,11 +110,30 @@ def test_a_word_is_its_call(text, recipe):
         ("nvfp4+schedule(0.5:bf16", r"the last \) is missing"),
         ("nvfp4+late(0.1)+schedule", "'schedule' says again"),
         ("nvfp4+bits(1)+bits(2)", "says again"),
+        ("row_scaled(base=mxfp8)", "it has no NVFP4 operand there that this changes"),
+        ("bf16+late(0.5)", r"'late\(0.5\)' \(its forward is in high precision from the start"),
+        ("bf16/nvfp4@all+late(0.5)", "its forward is in high precision from the start"),
     ],
 )
 def test_refused(text, words):
     with pytest.raises(ValueError, match=words):
         treatment_of(text)
+
+
+@pytest.mark.parametrize("name", ["bf16+bits(1)", "mxfp8+bits(2)", "nvfp4(sr=off)+bits(1)"])
+def test_other_bits_of_a_run_that_draws_none_are_refused(name):
+    """Their gaps would be 0, and the interval of a league would take them for scatter."""
+    config = configs.tiny()
+    with pytest.raises(ValueError, match="draws no random bits, so that bits"):
+        applied(config, name)
+    later = dataclasses.replace(config, recipe_schedule="0.5:nvfp4")
+    assert applied(later, name).bits and applied(config, "quartet2+bits(1)").bits
+
+
+def test_several_seeds_and_one_are_refused():
+    """One of them would have been ignored."""
+    with pytest.raises(ValueError, match="seed: --seeds says them all; leave --seed out"):
+        commands.compare_command(["--preset", "tiny", "--recipes", "bf16,nvfp4", "--seeds", "0,1", "--seed", "3"])
 
 
 def test_changes_of_a_run():
