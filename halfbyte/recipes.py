@@ -119,6 +119,9 @@ def four_over_six(
         error_math: "exact" or "scaled".
         candidates: multiples of the standard block scale.
         base: the recipe to change, or a preset's name; `nvfp4()` by default.
+
+    Raises:
+        ValueError: no operand of the base would change.
     """
     _check_scope("scope", scope)
     _check_scope("e4m3_max_scope", e4m3_max_scope)
@@ -143,6 +146,9 @@ def weight_only(*, base: Recipe | str | None = None) -> Recipe:
     Args:
         base: the recipe whose weights are quantized as there, or a preset's name; `nvfp4()` by default. A weight that
             it rotates along with the other operand stays in high precision.
+
+    Raises:
+        ValueError: the base quantizes no weight.
     """
 
     def change(spec, role: str):
@@ -199,6 +205,9 @@ def row_scaled(*, scope: Scope = "all", base: Recipe | str | None = None) -> Rec
     Args:
         scope: "weights", "activations" (x in fprop and wgrad), or "all" six operands.
         base: the recipe to change, or a preset's name; by default `nvfp4(weight_block=(1, 16))`, for tiles span rows.
+
+    Raises:
+        ValueError: no operand of the base would change.
     """
     _check_scope("scope", scope)
 

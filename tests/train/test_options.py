@@ -9,8 +9,8 @@ import torch
 
 import halfbyte as hb
 from halfbyte import cli, recipes
-from halfbyte.train import config as configs
 from halfbyte.train import commands, loop, options
+from halfbyte.train import config as configs
 from halfbyte.train.asked import read_options
 from halfbyte.train.treatment import applied, schedules_of, treatment_of
 
