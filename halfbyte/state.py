@@ -31,8 +31,8 @@ STREAM_LIMIT = 1 << POSITION_SHIFT
 POSITION_LIMIT = 1 << (63 - POSITION_SHIFT)
 FORWARDS_UNBEGUN = 4096
 """Training forwards of layers before the first `begin_step` after which the caller has surely forgotten it."""
-_MAY_BE = ("step", "schedule", "amaxes")
 _LIMITS = {"seed": SEED_LIMIT, "position": POSITION_LIMIT, "streams": STREAM_LIMIT + 1}
+_NEEDED, _MAY_BE = {"version", *_LIMITS}, {"step", "schedule", "amaxes"}
 
 
 class RunState:
@@ -463,11 +463,8 @@ class RunState:
             ValueError: `state` is not a RunState's, or belongs to a model with other quantized layers.
         """
         remedy = "pass what RunState.state_dict() returned"
-        if not isinstance(state, dict) or not {"version", *_LIMITS} <= set(state) or state["version"] != 1:
+        if not isinstance(state, dict) or not _NEEDED <= set(state) <= _NEEDED | _MAY_BE or state["version"] != 1:
             raise ValueError(f"state={state!r}: not a RunState; {remedy}")
-        unknown = sorted(set(map(str, state)) - {"version", *_LIMITS, *_MAY_BE})
-        if unknown:
-            raise ValueError(f"state[{unknown[0]!r}]: no part of a RunState of version 1; {remedy}")
         for name, limit in _LIMITS.items():
             if type(state[name]) is not int or not 0 <= state[name] < limit:
                 raise ValueError(f"state[{name!r}]={state[name]!r}: not an int with 0 <= {name} < {limit}; {remedy}")
@@ -479,9 +476,8 @@ class RunState:
         step, schedule = state.get("step", 0), state.get("schedule")
         if type(step) is not int or step < 0:
             raise ValueError(f"state['step']={step!r}: not an int with 0 <= step; {remedy}")
-        followed = self.schedule
-        if followed is None and schedule is not None:
-            followed = Schedule.from_state_dict(schedule)
+        is_own = self.schedule is not None or schedule is None
+        followed = self.schedule if is_own else Schedule.from_state_dict(schedule)
         if self._amaxes is not None or state.get("amaxes"):
             self.amaxes.load_state_dict(state.get("amaxes", {}), step, is_scheduled=followed is not None)
         self.schedule = followed
