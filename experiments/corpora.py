@@ -16,6 +16,7 @@ import hashlib
 import json
 import sys
 import sysconfig
+import tempfile
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
@@ -73,6 +74,15 @@ def build(groups: Iterable[Group], out: Path, held_out: int = HELD_OUT, most: in
     there = [part for part in ("train", "held_out", "summary.json") if (out / part).exists()]
     if there:
         raise ValueError(f"--out {out}: {there[0]} is there already; delete the folder, or give another")
+    out.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=out) as made:  # moved when it is whole: half a text is none
+        summary = _build_in(Path(made), groups, held_out, most)
+        for part in Path(made).iterdir():
+            part.rename(out / part.name)
+    return summary
+
+
+def _build_in(out: Path, groups: Iterable[Group], held_out: int, most: int) -> dict:
     seen: set[bytes] = set()
     first: list[tuple[str, list[tuple[str, bytes]]]] = []
     size, sizes = 0, {"train": 0, "held_out": 0}

@@ -119,7 +119,7 @@ def test_what_a_text_refuses(words, said, tmp_path, monkeypatch, capsys):
     with pytest.raises(SystemExit) as ended:
         script().main(["packages", *([] if "--roots" in words else ["--roots", "root"]), *words])
     assert ended.value.code == 2 and said in capsys.readouterr().err
-    assert read(tmp_path / "out" / "train") == before
+    assert read(tmp_path / "out" / "train") == before and not list(tmp_path.glob("new/*")), "half a text was left"
 
 
 def number(value: int) -> str:
