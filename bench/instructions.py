@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
@@ -83,13 +84,14 @@ JUMP = re.compile(r"(?P<guard>@!?U?P\w+ )?BRA.*\((?P<label>\.L_x_\d+)\)")
 
 
 class Counted(NamedTuple):
-    """Of one kernel: registers of a thread, and for an element instructions, those on the integer pipe, `conflicts`."""
+    """Of one kernel: registers and spilled bytes of a thread; of an element instructions, integer ones, `conflicts`."""
 
     kernel: str
     registers: int
     instructions: float
     integer: float
     conflicts: float
+    spilled: int = 0
 
 
 def quantize(row: Spec, col: Spec | None, transient: tuple[bool, bool]) -> None:
@@ -119,29 +121,29 @@ CASES: dict[str, Callable[[], None]] = {name: partial(quantize, *case) for name,
 CASES |= {name: partial(quantize_groups, *case) for name, case in GROUPED.items()}
 
 
-def counted(run: Callable[[], None]) -> Iterator[Counted]:
-    """Yield what each kernel takes that `run` launches, without the plan of groups, which has no elements."""
+def counted(run: Callable[[], None], options: Mapping[str, Any] = MappingProxyType({})) -> Iterator[Counted]:
+    """Yield what each kernel takes that `run` launches, but a plan of groups, with these options beside its own."""
     with record.recording(record.TARGETS[TARGET]) as launches:
         run()
     for launch in launches:
         if launch.kernel.fn.__name__ != "plan_kernel":
-            yield _count(launch)
+            yield _count(launch, options)
 
 
-def _count(launch: record.Specialized) -> Counted:
+def _count(launch: record.Specialized, options: Mapping[str, Any]) -> Counted:
     source = ASTSource(launch.kernel, launch.signature, launch.constants, launch.attributes)
-    compiled = triton.compile(source, target=record.gpu(record.TARGETS[TARGET]), options=launch.options)
+    compiled = triton.compile(source, target=record.gpu(record.TARGETS[TARGET]), options={**launch.options, **options})
     names = list(launch.signature)
     constants = {names[place[0]]: value for place, value in launch.constants.items() if len(place) == 1}
     loop = constants.get("LOOP", 1)
     lines = taken(disassembled(compiled.asm["cubin"]), loop // _turn(constants) * max(1, constants.get("TURNS", 1)))
     operations = [text.split()[0].partition(".")[0] for text in lines]
-    threads = 32 * launch.options["num_warps"]
+    threads = 32 * {**launch.options, **options}["num_warps"]
     per = threads / (_tile(constants) * loop)
     integer = sum(name in INTEGER_PIPE for name in operations)
-    registers, _ = record._resources(compiled.asm["cubin"])
+    registers, spilled = record._resources(compiled.asm["cubin"])
     counts = (count * per for count in (len(operations), integer, conflicts(lines)))
-    return Counted(launch.kernel.fn.__name__, registers, *counts)
+    return Counted(launch.kernel.fn.__name__, registers, *counts, spilled=spilled)
 
 
 def _tile(constants: Mapping[str, Any]) -> int:
