@@ -28,7 +28,7 @@ KINDS = {
     "b": "control, built to lose",
 }
 OF_SCREEN = ("bf16+order", "nvfp4_forward", "mxfp8", "quartet2", "row_scaled", "nvfp4", "nvfp4+late(0.2)")
-"""Of 23 recipes those of which the page speaks."""
+"""Of 23 rows as many as lines can be told apart, those that the text below the figure compares."""
 DASHED = ("nvfp4+late(0.2)", "bf16+order", "quartet2+late(0.2)")
 
 
@@ -119,8 +119,8 @@ def over_steps() -> Drawing:
         330,
         "Gap to bf16 in held-out loss over the steps of a training, of some recipes at 60 and 125 million parameters",
     )
-    drawing.text(0, 16, "The gap opens again while the learning rate decays", "bold")
-    drawing.text(0, 36, "Gap in held-out loss, %, over the share of the steps. Grey: the decay.", "small")
+    drawing.text(0, 16, "Gaps of recipes with a 4-bit forward grow at the end", "bold")
+    drawing.text(0, 36, "Gap in held-out loss, %, over the steps. Grey: the learning rate decays.", "small")
     panels = (("60M parameters, 66M tokens", "screen", OF_SCREEN, 40.0), ("125M, 197M tokens", "final", (), 420.0))
     for title, study, chosen, left in panels:
         plot = Plot(drawing=drawing, left=left, top=70, width=215, height=220, x=(0, 100), y=(-0.25, 1.9))
