@@ -19,7 +19,7 @@ from unittest.mock import patch
 import torch
 from torch import Tensor
 
-from bench import instructions
+from bench import instructions, one_group
 from bench.machine import facts
 from bench.markdown import rows
 from bench.measure import random_matrix
@@ -37,7 +37,6 @@ CHOOSERS: tuple[tuple[Any, str], ...] = (
 )
 """Who asks a route what to launch, and by which name."""
 KINDS = ("normal", "heavy tails")
-ROUNDS, CALLS = 15, 12
 Quantize = Callable[[], list[Tensor]]
 
 
@@ -127,24 +126,9 @@ def microseconds(work: Sequence[Quantize], tried: Sequence[Mapping[str, Any]]) -
     graphs = []
     for options in tried:
         with asked(options):
-            for call in work:
-                call()
-            torch.cuda.synchronize()
-            graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph):
-                for i in range(CALLS):
-                    work[i % len(work)]()
-        graphs.append(graph)
-    times: list[list[float]] = [[] for _ in graphs]
-    for _ in range(ROUNDS):
-        for graph, own in zip(graphs, times, strict=True):
-            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            start.record()
-            graph.replay()
-            end.record()
-            end.synchronize()
-            own.append(start.elapsed_time(end) / CALLS * 1e3)
-    return [statistics.median(own) for own in times]
+            graphs.append(one_group.captured(lambda: [call() for call in work]))
+    rounds = [[one_group.microseconds(graph) for graph in graphs] for _ in range(one_group.PAIRS)]
+    return [statistics.median(own) / len(work) for own in zip(*rounds, strict=True)]
 
 
 def count(cases: Sequence[str], tried: Sequence[Mapping[str, Any]]) -> str:

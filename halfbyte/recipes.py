@@ -27,6 +27,11 @@ from halfbyte.te import from_te as from_te
 
 Scope = Literal["weights", "activations", "all"]
 SCOPES = ("weights", "activations", "all")
+ROLES = (
+    ("fprop", "activations", "weights"),
+    ("dgrad", "gradients", "weights"),
+    ("wgrad", "gradients", "activations"),
+)
 Activations = Literal["static", "per-token", "none"]
 ACTIVATIONS = ("static", "per-token", "none")
 FOUR_OVER_SIX_E4M3_MAX = 256.0  # arXiv 2512.02010: leaves room for a scale 1.5 times the standard one
@@ -168,15 +173,13 @@ def _named(base: Recipe | str | None) -> str:
 
 def _check_operands(base: Recipe | str | None, recipe: Recipe, scope: Scope, applies: Callable[[NVFP4], bool]) -> None:
     """Raise ValueError where a change of NVFP4 operands of a scope would leave the recipe as it is."""
-    found = False
-
-    def look(spec: Spec | None, role: str) -> Spec | None:
-        nonlocal found
-        found |= isinstance(spec, NVFP4) and scope in (role, "all") and applies(spec)
-        return spec
-
-    _changed(recipe, look)
-    if not found:
+    there = (
+        (spec, role)
+        for name, *roles in ROLES
+        if (gemm := getattr(recipe, name)) is not None
+        for spec, role in zip((gemm.a, gemm.b), roles, strict=True)
+    )
+    if not any(isinstance(spec, NVFP4) and scope in (role, "all") and applies(spec) for spec, role in there):
         raise ValueError(
             f"base={_named(base)}, scope={scope!r}: it has no NVFP4 operand there that this changes, and would stay as "
             "it is; give a base that has one, such as 'nvfp4'"
@@ -186,11 +189,7 @@ def _check_operands(base: Recipe | str | None, recipe: Recipe, scope: Scope, app
 def _changed(recipe: Recipe, change: Callable[[Spec | None, str], Spec | None]) -> Recipe:
     """Return a recipe with change(spec, role) in the place of every operand; gradients belong to "all" alone."""
     gemms: dict[str, Any] = {}
-    for name, role_a, role_b in (
-        ("fprop", "activations", "weights"),
-        ("dgrad", "gradients", "weights"),
-        ("wgrad", "gradients", "activations"),
-    ):
+    for name, role_a, role_b in ROLES:
         gemm = getattr(recipe, name)
         if gemm is not None:
             a, b = change(gemm.a, role_a), change(gemm.b, role_b)

@@ -13,6 +13,8 @@ from typing import Any
 
 from svg import Drawing, Plot
 
+from halfbyte.train import log
+
 ROOT = Path(__file__).parents[2]
 RESULTS = ROOT / "experiments" / "results"
 OUT = ROOT / "docs" / "assets" / "leagues"
@@ -102,15 +104,10 @@ def gaps(study: str, name: str) -> list[tuple[float, float]]:
     for base in sorted((RESULTS / study).glob("seed-*/bf16/log.jsonl")):
         own = base.parents[1] / name / "log.jsonl"
         if own.exists():
-            losses, others = validations(own), validations(base)
+            losses, others = (dict(zip(*log.curve(run.parent, "eval"), strict=True)) for run in (own, base))
             for step in losses:
                 found.setdefault(100 * step / max(others), []).append(100 * (losses[step] / others[step] - 1))
     return [(share, sum(values) / len(values)) for share, values in sorted(found.items())]
-
-
-def validations(path: Path) -> dict[int, float]:
-    said = map(json.loads, path.read_text(encoding="utf-8").splitlines())
-    return {one["step"]: one["loss"] for one in said if one["kind"] == "eval"}
 
 
 def over_steps() -> Drawing:
