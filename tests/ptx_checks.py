@@ -258,6 +258,7 @@ def near(target: str) -> Iterator[str]:
         name: (lambda name=name: quick_checks.check_bytes(name, torch.bfloat16, cpu, shape))
         for name in ("above-mse", "rotated-mae")
     }
+    checks["neighbours"] = lambda: quick_checks.check_neighbours("tiles-mae", cpu, (48, 512), 3, 4)
     checks["pair"] = lambda: quick_checks.check_pair("two", cpu, (64, 64), ("exact ties",))
     checks["pair of codes"] = lambda: quick_checks.check_pair("plain", cpu, (64, 64), ("exact ties",))
     yield from failing(checks, target)

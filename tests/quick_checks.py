@@ -67,14 +67,17 @@ def check_bytes(name: str, dtype: torch.dtype, device: torch.device, shape: tupl
         _check_bytes(name, dtype, device, shape)
 
 
-def check_tiles_together(name: str, device: torch.device, shape: tuple[int, int] = (48, 256)) -> None:
-    """Check programs of four whole tiles beside each other, whose scales are stored at once."""
-    few = patch.multiple(route, LOOP_PROGRAMS=1, INTERPRETED_BLOCKS=32)
+def check_neighbours(name: str, device: torch.device, shape: tuple[int, int], four: int, two: int) -> None:
+    """Check whole tiles of which a lane has two neighbours; four, two: programs of so many steps, in waves of four."""
+    steps_of = route.steps_of
+    few = patch.multiple(route, steps_of=lambda count, in_row, _: steps_of(count, in_row, 4), INTERPRETED_BLOCKS=32)
     with few, patch.dict(route.QUICK_TILE_BLOCKS, {4: 0}):
         x = torch.zeros(shape, dtype=torch.bfloat16, device=device)
         side = Side(SPECS[name], amax=torch.ones((), device=device))
-        constants = route.choose_one_side(route.OneSide(x, side, route.ALONE)).constants
-        assert constants["LOOP"] == 4 and constants["RULE"].full and not constants["DOWN"], "another way was taken"
+        choice = route.choose_one_side(route.OneSide(x, side, route.ALONE))
+        assert choice.kernel == "quantize_neighbours_kernel", "another way was taken"
+        assert choice.grid == (shape[0] // 16 * (shape[1] // 64) - 3 * four - two,)
+        assert choice.facts.steps == (four, two)
         check_bytes(name, torch.bfloat16, device, shape)
 
 

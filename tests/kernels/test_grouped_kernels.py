@@ -16,7 +16,7 @@ from halfbyte.kernels.amax.route import wide_side
 from halfbyte.kernels.device.scales import rule_of
 from halfbyte.kernels.gemm.grouped import clear_tail, grouped_gemm_nt
 from halfbyte.kernels.groups import plan_groups
-from halfbyte.kernels.quantize import grouped_route, route
+from halfbyte.kernels.quantize import grouped_route, strips_route
 from halfbyte.kernels.quantize.one import quantize_side
 from halfbyte.kernels.unpack.grouped_dequantize import grouped_dequantize
 from halfbyte.layout import LINEAR, SCALE_LAYOUTS, SWIZZLED_32_4_4, Blocks, Operand, group_alignment, group_ends
@@ -346,7 +346,7 @@ def test_experts_in_whole_tiles(name, cols):
     expected, _ = reference.grouped_quantize_row_col(w, None, *both_sides(spec, None))
     decoded = transient(Operand(expected, spec, cols)).blocks.qdata
     if name == "tile":
-        assert route.strips_problem(w, spec) is None
+        assert strips_route.strips_problem(w, spec) is None
     codes, _ = backend.grouped_quantize_row_col(w, None, *both_sides(spec, None))
     same_blocks([codes], [expected])
     given = None if name == "mxfp8" else 2 * reference.quantize(w[0], spec).amax

@@ -1,5 +1,7 @@
 """Scales chosen by quick errors: the bytes of the reference, and how far quick errors are from the defined ones."""
 
+import itertools
+
 import numpy as np
 import pytest
 import quick_checks as checks
@@ -8,6 +10,7 @@ import triton
 import triton.language as tl
 
 from halfbyte.kernels.device import quick_errors as quick
+from halfbyte.kernels.quantize import route
 
 E4M3 = np.array([(8 + m) * 2.0 ** (e - 10) for e in range(1, 16) for m in range(8)][:-1], np.float32)
 
@@ -20,9 +23,33 @@ def test_bytes_are_those_of_the_reference(name, dtype):
     checks.check_bytes(name, checks.DTYPES[dtype], torch.device("cpu"))
 
 
-@pytest.mark.parametrize("name", ["tiles-mae", pytest.param("tiles-mse", marks=pytest.mark.full)])
-def test_scales_of_tiles_are_stored_together(name):
-    checks.check_tiles_together(name, torch.device("cpu"))
+# Of 24 steps in rows of 8 the last 4 are programs of their own, 4 times 2 lie before, and 3 times 4. A row of 6 has no
+# place for programs of four, one of 5 none of two.
+NEIGHBOURS = [((48, 512), 3, 4), ((32, 384), 0, 4), ((16, 320), 0, 0)]
+
+
+@pytest.mark.parametrize(
+    "name,shape,four,two",
+    [("tiles-mae", *NEIGHBOURS[0])]
+    + [pytest.param("tiles-mae", *case, marks=pytest.mark.full) for case in NEIGHBOURS[1:]]
+    + [pytest.param("tiles-mse", *NEIGHBOURS[0], marks=pytest.mark.full)],
+)
+def test_neighbours_of_whole_tiles(name, shape, four, two):
+    checks.check_neighbours(name, torch.device("cpu"), shape, four, two)
+
+
+@pytest.mark.parametrize("wave", [4, 4224])
+@pytest.mark.parametrize("in_row", [1, 5, 6, 8, 12, 128])
+@pytest.mark.parametrize("rows", [1, 2, 7, 512])
+def test_steps_are_all_taken_and_no_program_leaves_its_row(rows, in_row, wave):
+    count = rows * in_row
+    four, two = route.steps_of(count, in_row, wave)
+    lengths = [4] * four + [2] * two + [1] * (count - 4 * four - 2 * two)
+    ends = list(itertools.accumulate(lengths))
+    assert ends[-1] == count and min(four, two) >= 0
+    assert all((end - n) // in_row == (end - 1) // in_row for end, n in zip(ends, lengths, strict=True))
+    if in_row % 2 == 0:
+        assert len(lengths) - four - two == min(count, wave), "as many short programs as have place at once"
 
 
 SHAPES = {

@@ -21,6 +21,7 @@ SPECS = {
     "SR RHT": hb.NVFP4(rounding="stochastic", rotation=hb.Hadamard(signs="fresh")),
     "4over6": hb.NVFP4(scaling=hb.FourOverSix(), e4m3_max=256.0),
     "row-scaled": hb.NVFP4(outer="row"),
+    "search 16x16": hb.NVFP4(scaling=hb.FourOverSix(candidates=(0.875, 1.0, 1.25, 1.5)), block=(16, 16)),
     "MXFP8": hb.MXFP8(),
     "RHT 64": hb.NVFP4(rotation=hb.Hadamard(size=64)),
 }
@@ -30,13 +31,16 @@ ROTATED_ROWS, ROTATED_COLS = ["amax_rotated_rows", "quantize_rows"], ["amax_rota
 PLAIN = ("1x16", "SR", "4over6", "row-scaled")
 
 ROW_ALONE = {
-    **{(name, "tiny"): SMALL for name in (*PLAIN, "16x16", "RHT", "SR RHT")},
+    **{(name, "tiny"): SMALL for name in (*PLAIN, "16x16", "search 16x16", "RHT", "SR RHT")},
     **{(name, shape): ROWS for name in PLAIN for shape in ("layer", "cut", "wide", "large")},
     **{("16x16", shape): ["amax_rows", "quantize_tiles"] for shape in ("layer", "wide", "large")},
     ("16x16", "cut"): ROWS,  # strips are whole tiles
     **{(name, shape): ROTATED_ROWS for name in ("RHT", "SR RHT") for shape in ("layer", "wide", "large")},
     # Rows of 83 values do not begin where 16 bytes do.
     **{(name, "cut"): ["amax_rotated", "quantize_rows"] for name in ("RHT", "SR RHT")},
+    # Quick errors serve 2^18 blocks of tiles; neighbours are whole tiles.
+    **{("search 16x16", shape): ["amax_rows", "quantize_neighbours"] for shape in ("wide", "large")},
+    **{("search 16x16", shape): ROWS for shape in ("layer", "cut")},
     **{("MXFP8", shape): ["quantize_rows"] for shape in SHAPES},
     # Tuples of 64 are used for whole tiles; elsewhere wide rotations are tensors.
     **{("RHT 64", shape): ROTATED_ROWS for shape in ("layer", "wide", "large")},
@@ -44,8 +48,8 @@ ROW_ALONE = {
     ("RHT 64", "cut"): ["amax_rotated", "quantize_wide"],
 }
 COL_ALONE = {
-    **{(name, "tiny"): SMALL for name in (*PLAIN, "16x16", "RHT", "SR RHT")},
-    **{(name, shape): COLS for name in (*PLAIN, "16x16") for shape in ("layer", "cut", "wide", "large")},
+    **{(name, "tiny"): SMALL for name in (*PLAIN, "16x16", "search 16x16", "RHT", "SR RHT")},
+    **{(name, shape): COLS for name in (*PLAIN, "16x16", "search 16x16") for shape in ("layer", "cut", "wide", "large")},
     **{(name, shape): ROTATED_COLS for name in ("RHT", "SR RHT") for shape in ("layer", "cut", "wide", "large")},
     **{("MXFP8", shape): ["quantize_cols"] for shape in SHAPES},
     **{("RHT 64", shape): ["amax_rotated", "quantize_wide"] for shape in SHAPES},
@@ -151,7 +155,7 @@ def test_reasons_become_text_only_when_they_are_read(monkeypatch):
     with assumed(record.TARGETS["sm_90"]):
         x = torch.empty(300, 83, dtype=torch.bfloat16, device="meta")
         choice = route.choose_one_side(route.OneSide(x, Side(hb.NVFP4())))
-    assert choice.kernel == "quantize_rows_kernel" and len(choice.instead) == 4
+    assert choice.kernel == "quantize_rows_kernel" and len(choice.instead) == 5
 
 
 CAPPED = {

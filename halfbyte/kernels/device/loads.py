@@ -74,10 +74,18 @@ def lines_from(i_row, rows, RULE: tl.constexpr, R: tl.constexpr):
 
 
 @triton.jit
-def load_row_pairs(x, i_row, i_group, RULE: tl.constexpr, R: tl.constexpr, N: tl.constexpr):
-    """Return RULE.group / 2 words [R, N], two bf16 values each, of N groups of R rows of a packed x."""
+def load_row_pairs(
+    x, i_row, i_group, RULE: tl.constexpr, R: tl.constexpr, N: tl.constexpr, EVERY: tl.constexpr
+):  # fmt: skip
+    """Return RULE.group / 2 words [R, N], two bf16 values each, of N groups of R rows of a packed x.
+
+    EVERY: how far these groups lie apart.
+    """
     row = rows_of_tile(i_row, x.rows, RULE, R)
-    o_word = (i_group + tl.arange(0, N)) * (RULE.group // 2)
+    group = tl.arange(0, N)
+    if EVERY > 1:
+        group = EVERY * group
+    o_word = (i_group + group) * (RULE.group // 2)
     if RULE.full or RULE.along:
         word_ptr = (x.ptr + tl.cast(i_row, tl.int64) * x.stride_r).to(tl.pointer_type(tl.uint32))
         o_row = lines_from(i_row, x.rows, RULE, R).to(tl.int64) * (x.stride_r // 2)

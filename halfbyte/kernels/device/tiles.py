@@ -251,7 +251,7 @@ def read_row_tile(i_row, i_group, x, RULE: tl.constexpr, R: tl.constexpr, N: tl.
     o_row = row.to(tl.int64) * x.stride_r
     o_col = (i_group + tl.arange(0, N)) * RULE.group
     if RULE.packed:
-        return load_row_pairs(x, i_row, i_group, RULE, R, N)
+        return load_row_pairs(x, i_row, i_group, RULE, R, N, 1)
     else:
         return load_row_groups(x.ptr, o_row, row < x.rows, o_col, x.cols, x.stride_c, RULE.group)
 

@@ -19,7 +19,8 @@ from halfbyte.kernels.launch import jit
 from halfbyte.kernels.quantize import both_small, both_tiles, one
 from halfbyte.kernels.quantize.both_route import Pair, choose_pair
 from halfbyte.kernels.quantize.lines import output_of, written
-from halfbyte.kernels.quantize.route import APART, SHARED, is_packed
+from halfbyte.kernels.quantize.route import APART, SHARED
+from halfbyte.kernels.quantize.strips_route import is_packed
 from halfbyte.kernels.route import Choice
 from halfbyte.kernels.unpack.dequantize import decode
 from halfbyte.kernels.unpack.transpose import transpose

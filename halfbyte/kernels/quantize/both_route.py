@@ -15,16 +15,14 @@ from halfbyte.kernels.amax.route import AmaxesOfPair, choose_amaxes
 from halfbyte.kernels.device import scales as sc
 from halfbyte.kernels.quantize.route import (
     APART,
-    MAX_STRIDE,
     SHARED,
     WIDE,
     OneSide,
     is_full,
-    is_packed,
     judged_quickly,
     makes_values,
-    strips_problem,
 )
+from halfbyte.kernels.quantize.strips_route import MAX_STRIDE, is_packed, strips_problem
 from halfbyte.kernels.route import Candidate, Choice, Reason, choose_from, fits_all
 from halfbyte.kernels.target import target_of
 from halfbyte.layout import LINEAR, ceil_div, round_up

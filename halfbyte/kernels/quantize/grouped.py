@@ -25,7 +25,8 @@ from halfbyte.kernels.quantize.grouped_route import (
     choose_grouped,
     choose_next_side,
 )
-from halfbyte.kernels.quantize.route import SHARED, is_packed
+from halfbyte.kernels.quantize.route import SHARED
+from halfbyte.kernels.quantize.strips_route import is_packed
 from halfbyte.kernels.unpack.grouped_dequantize import grouped_values
 from halfbyte.kernels.unpack.swizzle import grouped_swizzle
 from halfbyte.kernels.unpack.transpose import transpose

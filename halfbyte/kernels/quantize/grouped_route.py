@@ -13,7 +13,7 @@ from torch import Tensor
 from halfbyte.kernels.amax.route import WIDE_OF_GROUPS, is_wide, wide_side
 from halfbyte.kernels.device import scales as sc
 from halfbyte.kernels.groups import GroupPlan
-from halfbyte.kernels.quantize import route
+from halfbyte.kernels.quantize import route, strips_route
 from halfbyte.kernels.quantize.both_route import PairTile, loop_of, row_runs_along, runs_along, tile_for, widened
 from halfbyte.kernels.route import Candidate, Choice, Reason, choose_from, fits_all
 from halfbyte.kernels.target import target_of
@@ -64,12 +64,12 @@ def _strips_problem(call: GroupedCall) -> Reason | None:
     if reason is not None:
         return reason
     assert call.row is not None, "the rows are wanted"
-    return route.strips_problem(call.x, call.row.spec)
+    return strips_route.strips_problem(call.x, call.row.spec)
 
 
 def _strips(call: GroupedCall) -> Choice:
     assert call.row is not None, "the rows are wanted"
-    return route.choose_strips(call.x, call.row.spec)
+    return strips_route.choose_strips(call.x, call.row.spec)
 
 
 def _experts_problem(call: GroupedCall) -> Reason | None:
@@ -82,7 +82,7 @@ def _experts_problem(call: GroupedCall) -> Reason | None:
     if w.numel() == 0:
         return Reason("there are no values")
     rows, cols = w.shape[1:]
-    if not w.is_contiguous() or not route.is_packed(w.view(-1, cols)):
+    if not w.is_contiguous() or not strips_route.is_packed(w.view(-1, cols)):
         return Reason("experts are not contiguous bf16 in aligned rows of multiples of 8 columns")
     if rows % EXPERT_TILE.rows or cols % EXPERT_TILE.cols:
         return Reason("{} x {} is no multiple of {} x {}", (rows, cols, EXPERT_TILE.rows, EXPERT_TILE.cols))

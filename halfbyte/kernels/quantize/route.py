@@ -8,7 +8,6 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import NamedTuple
 
-import torch
 import triton
 from torch import Tensor
 
@@ -17,6 +16,7 @@ from halfbyte.kernels.amax.route import halved, shares_signs
 from halfbyte.kernels.device import magnitudes as mg
 from halfbyte.kernels.device import scales as sc
 from halfbyte.kernels.device.near_errors import MOST_CANDIDATES
+from halfbyte.kernels.quantize.strips_route import choose_strips, is_packed, strips_problem
 from halfbyte.kernels.route import Candidate, Choice, Reason, choose_from, fits_all
 from halfbyte.kernels.target import Target, target_of
 from halfbyte.layout import LINEAR, ceil_div, round_up
@@ -26,8 +26,6 @@ from halfbyte.spec import NVFP4, Eden, Spec
 
 WIDE = 64
 """The least width of a rotation whose groups are rows of tensors, not tuples."""
-
-MAX_STRIDE = 1 << 23  # of rows that are read in words
 
 ALONE, SHARED, APART = "alone", "one orientation, transposed", "one orientation after the other"
 
@@ -55,12 +53,6 @@ class OneSide(NamedTuple):
     def blocks(self) -> int:
         """Blocks of a row of the output."""
         return round_up(self.x.shape[1], self.spec.alignment) // self.spec.block_length
-
-
-def is_packed(x: Tensor) -> bool:
-    """Say whether kernels may read x [R, C] in words of two bf16: `Rule.packed`."""
-    aligned = x.data_ptr() % 16 == 0 and x.shape[1] % 8 == 0 and x.stride(0) % 8 == 0 and x.stride(0) < MAX_STRIDE
-    return x.dtype == torch.bfloat16 and x.stride(1) == 1 and aligned
 
 
 ROUNDED = ("nearest", "stochastic")  # by kernels that need no code for it
@@ -117,54 +109,12 @@ def _small(one: OneSide) -> Choice:
 # Strips of 16x16 tiles.
 
 
-class StripTile(NamedTuple):
-    """Strips side by side, a thread each, and warps."""
-
-    strips: int
-    num_warps: int
-
-
-STRIP_TILES = (StripTile(128, 4), StripTile(32, 1))
-FEW_PROGRAMS = 1024  # with fewer, the smaller tile spreads over more multiprocessors
-
-
-def strips_problem(w: Tensor, spec: Spec) -> Reason | None:
-    """Say why strips do not cover matrices [E, N, K] of 16x16 tiles rounded to nearest."""
-    if not spec.is_tile:
-        return Reason("its blocks are no 16x16 tiles")
-    if spec.rounding != "nearest" or spec.rotation or not spec.has_tensor_amax or spec.tries_candidates:
-        return Reason("strips round to nearest, by one amax, without rotation or candidates")
-    if w.numel() == 0:
-        return Reason("there are no values")
-    rows, cols = w.shape[1:]
-    if not w.is_contiguous() or not is_packed(w.view(-1, cols)):
-        return Reason("x is not contiguous bf16 in aligned rows of multiples of 8 columns")
-    if rows % 16 or cols % 16:
-        return Reason("{} x {} has cut tiles", (rows, cols))
-    least = 8 * STRIP_TILES[-1].strips
-    return Reason("{} columns are fewer than {}", (cols, least)) if cols < least else None
-
-
 def _strips_problem(one: OneSide) -> Reason | None:
     if one.of == APART:
         return Reason("the other orientation is quantized by lines too: strips were not timed beside it")
     if one.swizzled:
         return Reason("strips store scales in rows")
     return strips_problem(one.x[None], one.spec)
-
-
-def choose_strips(w: Tensor, spec: Spec) -> Choice:
-    """Return the tile whose programs exceed the columns the least, the larger one if equal and many are left."""
-    experts, rows, cols = w.shape
-    lines = experts * rows // 16
-    usable = (tile for tile in STRIP_TILES if cols >= 8 * tile.strips)
-    tile = min(usable, key=lambda tile: ceil_div(cols, 8 * tile.strips) * tile.strips)
-    if lines * ceil_div(cols, 8 * tile.strips) < FEW_PROGRAMS:
-        tile = STRIP_TILES[-1]
-    beside = ceil_div(cols, 8 * tile.strips)
-    rule = replace(sc.rule_of(spec, sc.hardware_of(w.device)), packed=True, full=True)
-    constants = {"RULE": rule, "W": tile.strips, "MOVES": cols % (8 * tile.strips) != 0, "num_warps": tile.num_warps}
-    return Choice("quantize_tiles_kernel", (experts * (rows // 16) * beside,), constants, beside)
 
 
 # Lines: blocks along rows or columns, rotations as tensors.
@@ -194,6 +144,7 @@ CANDIDATE_TILE = LineTile(1, 128, 4, loop=4)
 SQUARE_TILE = LineTile(16, 16, 4)
 CANDIDATE_SQUARE_TILE, QUICK_SQUARE_TILE = LineTile(16, 4, 2, loop=8), LineTile(16, 2, 1, loop=4)
 TILE_REGISTERS = 72  # of quick errors in tiles: 28 warps; unasked the compiler computes much anew to stay with 64
+WAVE = 32  # programs of one warp that a multiprocessor takes at most
 LOOP_PROGRAMS = 16  # of a multiprocessor: with fewer, programs that go through several tiles leave it waiting
 QUICK_BLOCKS = {2: 1 << 16, 3: 0, MOST_CANDIDATES: 0}  # candidates: from how many blocks on `quick_errors` are faster
 QUICK_TILE_BLOCKS = {3: 1 << 18, MOST_CANDIDATES: 1 << 18}  # of 16x16 tiles, and with swizzled scales
@@ -208,6 +159,13 @@ PAIRED_REGISTERS, EDEN_REGISTERS = 80, 112  # where two threads share a group of
 STOCHASTIC_REGISTERS = {64: 128, 128: 168}  # the next step: with 96 they spill
 
 
+class Steps(NamedTuple):
+    """How many programs go through four steps, and how many through two; all others take one."""
+
+    four: int
+    two: int
+
+
 class Lines(NamedTuple):
     """An operand as its launcher sees it, in rows as long as its blocks allow, and tiles side by side."""
 
@@ -217,6 +175,7 @@ class Lines(NamedTuple):
     swizzled: bool
     draw: Draw | None
     beside: int = 1
+    steps: Steps | None = None
 
 
 def _row_tile(lines: Lines, groups: int, rule: sc.Rule, interpreted: bool) -> LineTile:
@@ -397,8 +356,8 @@ def _is_quick(rule: sc.Rule, lines: Lines, blocks: int, target: Target) -> bool:
     return judged_quickly(rule, blocks, target, lines.swizzled)
 
 
-def _rows(one: OneSide) -> Choice:
-    lines, target = in_long_rows(one), target_of(one.x.device)
+def _rule_of_rows(one: OneSide, lines: Lines, target: Target) -> tuple[sc.Rule, int, int]:
+    """Return the rule, whose tiles are not known to be whole, and the groups and rows that `_tiled` says."""
     rule = sc.rule_of(one.spec, sc.hardware_level(target))
     rule = replace(rule, decoded=one.side.transient, packed=is_packed(lines.x))
     rule = replace(rule, values=rule.decoded and rule.packed and makes_values(one.spec))
@@ -406,6 +365,61 @@ def _rows(one: OneSide) -> Choice:
     groups, rows = _tiled(lines, one.spec, rule)
     if _is_quick(rule, lines, rows * groups, target):
         rule = replace(rule, errors="quick")
+    return rule, groups, rows
+
+
+def _side_by_side(groups: int, interpreted: bool) -> int:
+    """Return how many blocks of a row a turn of the kernel of neighbours takes, 0 if it fits no row."""
+    if interpreted:
+        return min(INTERPRETED_BLOCKS // 16, (groups & -groups) // 2)
+    return 0 if groups % 4 else 2
+
+
+def _neighbours_problem(one: OneSide) -> Reason | None:
+    if not one.spec.is_tile:
+        return Reason("its blocks are no 16x16 tiles")
+    if one.swizzled:
+        return Reason("neighbours are stored in rows")
+    lines, target = in_long_rows(one), target_of(one.x.device)
+    rule, groups, rows = _rule_of_rows(one, lines, target)
+    if rule.errors != "quick" or rule.norm:
+        return Reason("its candidates are not judged by quick errors")
+    cols = lines.x.shape[1]
+    if rows % 16 or cols % 16 or not _side_by_side(groups, target.interpreter):
+        return Reason("{} x {} are no steps of 16 x 64", (rows, cols))
+    return None
+
+
+def _neighbours(one: OneSide) -> Choice:
+    lines, target = in_long_rows(one), target_of(one.x.device)
+    rule, groups, rows = _rule_of_rows(one, lines, target)
+    rule, n = replace(rule, full=True), _side_by_side(groups, target.interpreter)
+    beside = groups // (2 * n)
+    steps = steps_of(rows // 16 * beside, beside, WAVE * target.multiprocessors)
+    constants = {"RULE": rule, "R": 16, "N": n, "num_warps": 1}
+    if rule.joined and not rule.squares:
+        constants |= {"maxnreg": TILE_REGISTERS, "ptx_options": "-O1"}
+    programs = rows // 16 * beside - 3 * steps.four - steps.two
+    return Choice("quantize_neighbours_kernel", (programs,), constants, lines._replace(beside=beside, steps=steps))
+
+
+def steps_of(count: int, in_row: int, wave: int) -> Steps:
+    """Return by how many programs `count` steps are taken: about a wave each by short ones, which are the last.
+
+    No program goes beyond a row of `in_row` steps; wave: a multiple of 4.
+    """
+    if in_row % 2:
+        return Steps(0, 0)
+    left = count - min(count, wave)
+    if in_row % 4:
+        return Steps(0, left // 2)
+    two = min(left // 2, wave)
+    return Steps((left - 2 * two) // 4, two)
+
+
+def _rows(one: OneSide) -> Choice:
+    lines, target = in_long_rows(one), target_of(one.x.device)
+    rule, groups, rows = _rule_of_rows(one, lines, target)
     tile = _row_tile(lines, groups, rule, target.interpreter)
     rule = replace(rule, full=is_full(lines.x, lines.blocks, lines.swizzled, rule, (tile.outer, tile.groups)))
     row_tiles, group_tiles = ceil_div(rows, tile.outer), ceil_div(groups, tile.groups)
@@ -434,6 +448,12 @@ ONE = (
         "quantize_wide_kernel", _wide_problem, _wide, "a thread holds a rotated group as one row: no masked tuples"
     ),
     Candidate("quantize_cols_kernel", _cols_problem, _cols, "rows of the operand are columns in memory: whole lines"),
+    Candidate(
+        "quantize_neighbours_kernel",
+        _neighbours_problem,
+        _neighbours,
+        "whole 16x16 tiles: a lane has two neighbouring blocks and stores them at once",
+    ),
     Candidate("quantize_rows_kernel", fits_all, _rows, "blocks along rows, any spec, shape, dtype and strides"),
 )
 

@@ -117,7 +117,7 @@ def quantize_tiles(choice: Choice, w: Tensor, spec: Spec, amax: Tensor, *, decod
     """Quantize matrices that fit.
 
     Args:
-        choice: of `route.choose_strips`.
+        choice: of `strips_route.choose_strips`.
         w: bf16 [E, N, K].
         amax: fp32 [E].
         decoded: return element * block_scale, bf16 [E, N, K], as qdata, and no scales.
