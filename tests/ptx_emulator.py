@@ -409,7 +409,9 @@ class _Machine:
         """Exchange words between the lanes of a warp, all of them."""
         self.together(mask, 32)
         last = int(self.read(operands[3]))  # and above it, which bits of a lane say its segment
-        assert last in ((0,) if how == "up" else (31, 0x181F) if how == "idx" else (31,)), "a shuffle in part of a warp"
+        assert last in ((0,) if how == "up" else (31, 0x181F, 0x101F) if how == "idx" else (31,)), (
+            "a shuffle in part of a warp"
+        )
         value = np.broadcast_to(self.read(operands[1]), (self.total,))
         lane = np.arange(self.total)
         given = bits_of(self.read(operands[2]), np.int64) & 31

@@ -70,7 +70,8 @@ def check_bytes(name: str, dtype: torch.dtype, device: torch.device, shape: tupl
 def check_neighbours(name: str, device: torch.device, shape: tuple[int, int], four: int, two: int) -> None:
     """Check whole tiles of which a lane has two neighbours; four, two: programs of so many steps, in waves of four."""
     steps_of = route.steps_of
-    few = patch.multiple(route, steps_of=lambda count, in_row, _: steps_of(count, in_row, 4), INTERPRETED_BLOCKS=32)
+    short = {"steps_of": lambda count, in_row, _: steps_of(count, in_row, 4), "LEAST_WAVES": 0}
+    few = patch.multiple(route, INTERPRETED_BLOCKS=32, **short)
     with few, patch.dict(route.QUICK_TILE_BLOCKS, {4: 0}):
         x = torch.zeros(shape, dtype=torch.bfloat16, device=device)
         side = Side(SPECS[name], amax=torch.ones((), device=device))

@@ -38,9 +38,9 @@ ROW_ALONE = {
     **{(name, shape): ROTATED_ROWS for name in ("RHT", "SR RHT") for shape in ("layer", "wide", "large")},
     # Rows of 83 values do not begin where 16 bytes do.
     **{(name, "cut"): ["amax_rotated", "quantize_rows"] for name in ("RHT", "SR RHT")},
-    # Quick errors serve 2^18 blocks of tiles; neighbours are whole tiles.
-    **{("search 16x16", shape): ["amax_rows", "quantize_neighbours"] for shape in ("wide", "large")},
-    **{("search 16x16", shape): ROWS for shape in ("layer", "cut")},
+    # Quick errors serve 2^18 blocks of tiles; neighbours are whole ones, at least 12,672 times 16 x 64.
+    **{("search 16x16", shape): ["amax_rows", "quantize_neighbours"] for shape in ("large",)},
+    **{("search 16x16", shape): ROWS for shape in ("layer", "cut", "wide")},
     **{("MXFP8", shape): ["quantize_rows"] for shape in SHAPES},
     # Tuples of 64 are used for whole tiles; elsewhere wide rotations are tensors.
     **{("RHT 64", shape): ROTATED_ROWS for shape in ("layer", "wide", "large")},
@@ -49,7 +49,9 @@ ROW_ALONE = {
 }
 COL_ALONE = {
     **{(name, "tiny"): SMALL for name in (*PLAIN, "16x16", "search 16x16", "RHT", "SR RHT")},
-    **{(name, shape): COLS for name in (*PLAIN, "16x16", "search 16x16") for shape in ("layer", "cut", "wide", "large")},
+    **{
+        (name, shape): COLS for name in (*PLAIN, "16x16", "search 16x16") for shape in ("layer", "cut", "wide", "large")
+    },
     **{(name, shape): ROTATED_COLS for name in ("RHT", "SR RHT") for shape in ("layer", "cut", "wide", "large")},
     **{("MXFP8", shape): ["quantize_cols"] for shape in SHAPES},
     **{("RHT 64", shape): ["amax_rotated", "quantize_wide"] for shape in SHAPES},

@@ -21,6 +21,10 @@ from halfbyte.kernels.device.near_errors import NO_BOUND, NO_ERROR
 from halfbyte.kernels.device.nearest import HELD_BELOW
 from halfbyte.kernels.device.ptx import has_ptx
 
+OTHER_LANE = tl.constexpr("{.reg .b32 t; mov.u32 t, %laneid; and.b32 t, t, 15; xor.b32 $0, t, $1;}")  # of 16, than $1
+SWAPS = tl.constexpr({bit: f"shfl.sync.bfly.b32 $0, $1, {bit}, 0x1f, -1;" for bit in (4, 8)})
+OF_SIXTEEN = 0x101F  # `near_errors.OF_EIGHT` of sixteen
+OF_CANDIDATE = tl.constexpr(tuple(f"shfl.sync.idx.b32 $0, $1, {4 * i}, {OF_SIXTEEN}, -1;" for i in range(4)))
 HIDDEN_ONE = tl.constexpr("{.reg .b32 t; mov.b32 t, $1; shr.u32 t, t, 31; add.u32 $0, t, 1;}")
 
 SIXTEEN_FLOATS = tl.constexpr((tl.float32,) * 16)
@@ -97,9 +101,32 @@ def from_row(x, row):
 
 
 @triton.jit
+def rows_are_lanes(A: tl.constexpr, B: tl.constexpr):
+    """Whether [A, B] are the lanes of a warp, of which two times 16 are a tile: shuffles need no number of a row then.
+
+    The compiler lays 16 rows of two blocks so. Of one that does not, `tile_factors` makes NaN.
+    """
+    return has_ptx() and A == 16 and B == 2
+
+
+@triton.jit
+def of_candidate(x, row, NUMBER: tl.constexpr):
+    """Return fp32 x [A, B] of rows 4 * NUMBER."""
+    if rows_are_lanes(x.shape[0], x.shape[1]):
+        return tl.inline_asm_elementwise(OF_CANDIDATE[NUMBER], "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1)
+    else:
+        return from_row(x, row * 0 + 4 * NUMBER)
+
+
+@triton.jit
 def exchanged(kept, passed, here, row, BIT: tl.constexpr):
     """Return the sums of two errors over rows whose number differs in a bit: where `here`, of the first."""
-    return tl.where(here, kept, passed) + from_row(tl.where(here, passed, kept), row ^ BIT)
+    mine, other = tl.where(here, kept, passed), tl.where(here, passed, kept)
+    if rows_are_lanes(mine.shape[0], mine.shape[1]):
+        other = tl.inline_asm_elementwise(SWAPS[BIT], "=f,f", [other], dtype=tl.float32, is_pure=True, pack=1)
+    else:
+        other = from_row(other, row ^ BIT)
+    return mine + other
 
 
 @triton.jit
@@ -149,6 +176,9 @@ def tile_factors(factors, RULE: tl.constexpr, R: tl.constexpr, N: tl.constexpr):
     Shuffled once in a program, the numbers stay in registers: else the compiler computes them anew in each turn.
     """
     row = row_in_tile(R, N)
+    poison = factors.poison | (row < 0)
+    if rows_are_lanes(R, N):
+        poison |= tl.inline_asm_elementwise(OTHER_LANE, "=r,r", [row], dtype=tl.int32, is_pure=True, pack=1) != 0
     by = quick.shifted_factors(factors)
     zero = row.to(tl.float32) * 0.0
     ratio = from_row(own_ratio(row, RULE), row)
@@ -160,7 +190,7 @@ def tile_factors(factors, RULE: tl.constexpr, R: tl.constexpr, N: tl.constexpr):
     if RULE.candidates[0] != 1.0 or RULE.candidates[THIRD] != 1.25:
         tie = from_row(tl.where(row < 8, 1.0, 1.25), row)
     return TileFactors(
-        factors.amax, factors.encode, factors.to_scale, factors.decode, factors.poison, factors.regular,
+        factors.amax, factors.encode, factors.to_scale, factors.decode, poison, factors.regular,
         factors.inverse_unit, ratio, shift, step, pair, tie,
     )  # fmt: skip
 
@@ -176,9 +206,9 @@ def hidden_one(x):
 @triton.jit
 def error_of_row(values, step, encode, one, row, NUMBER: tl.constexpr, RULE: tl.constexpr):
     """Return `quick.error_sum` of the candidate whose step and encode rows 4 * NUMBER have."""
-    encode = from_row(encode, row * 0 + 4 * NUMBER)
+    encode = of_candidate(encode, row, NUMBER)
     if RULE.squares:
-        step = from_row(step, row * 0 + 4 * NUMBER)
+        step = of_candidate(step, row, NUMBER)
     return quick.error_sum(values, step, encode, one, RULE.candidates[NUMBER] < RULE.candidates[0], RULE.squares, True)
 
 
@@ -210,7 +240,7 @@ def tile_choice(pairs, largest, base, factors, constants, RULE: tl.constexpr, AX
         own = tl.where(row < 12, own, NO_ERROR)
     best = over_four(own, True)
     LAST: tl.constexpr = COUNT - 1 if RULE.candidates[COUNT - 1] > RULE.candidates[0] else 0  # they ascend
-    most = from_row(step, row * 0 + 4 * LAST)
+    most = of_candidate(step, row, LAST)
     top = largest * factors.shift
     # Of the first candidate it is the quotient; of others what it would be, or a little more.
     far = (top * (encode * factors.ratio) < quick.SEVEN) == 0

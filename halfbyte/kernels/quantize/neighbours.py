@@ -35,11 +35,11 @@ def quantize_turn(loaded, out, factors, RULE: tl.constexpr):
 
 
 @triton.jit
-def store_neighbours(out, i_row, i_group, codes, scales):
-    """Store the codes and scales of two turns, two tensors [R, N] each, from row i_row and block i_group on."""
+def store_neighbours(out, i_row, i_group, first, codes, scales):
+    """Store the codes and scales of two turns, two tensors [R, N] each, from row i_row and block i_group + first on."""
     R: tl.constexpr = codes[0].shape[0]
     N: tl.constexpr = codes[0].shape[1]
-    line, block = tl.arange(0, R)[:, None], 2 * tl.arange(0, N)[None, :]
+    line, block = tl.arange(0, R)[:, None], first + 2 * tl.arange(0, N)[None, :]
     to = block_address(out.to.q_ptr, i_row, i_group, line, block, out.blocks)
     if has_ptx():  # a store of two tensors: of a joined one the compiler would move values between lanes
         given = (to.to(tl.int64), codes[0], codes[1])
@@ -71,13 +71,12 @@ def quantize_neighbours_kernel(
     here = load_row_pairs(x, i_row, i_group, RULE, R, N, 2)
     factors = tile_factors(sc.operand_factors(out.to.amax_ptr, constants, RULE), RULE, R, N)
     for step in range(count):
-        i_here = i_group + step * (2 * N)
         # What the next turn takes is read before this one quantizes; the last reads its own again, from the cache.
-        second = load_row_pairs(x, i_row, i_here + 1, RULE, R, N, 2)
+        second = load_row_pairs(x, i_row, i_group + step * (2 * N) + 1, RULE, R, N, 2)
         left, left_scale = quantize_turn(here, out, factors, RULE)
         here = load_row_pairs(x, i_row, i_group + tl.minimum(step + 1, count - 1) * (2 * N), RULE, R, N, 2)
         right, right_scale = quantize_turn(second, out, factors, RULE)
-        store_neighbours(out, i_row, i_here, (left, right), (left_scale, right_scale))
+        store_neighbours(out, i_row, i_group, step * (2 * N), (left, right), (left_scale, right_scale))
 
 
 def launch(choice: Choice, out: WrittenOperand) -> None:

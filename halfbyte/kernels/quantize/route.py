@@ -145,6 +145,7 @@ SQUARE_TILE = LineTile(16, 16, 4)
 CANDIDATE_SQUARE_TILE, QUICK_SQUARE_TILE = LineTile(16, 4, 2, loop=8), LineTile(16, 2, 1, loop=4)
 TILE_REGISTERS = 72  # of quick errors in tiles: 28 warps; unasked the compiler computes much anew to stay with 64
 WAVE = 32  # programs of one warp that a multiprocessor takes at most
+LEAST_WAVES = 3  # with fewer, the code that is read first takes longer than shorter programs save
 LOOP_PROGRAMS = 16  # of a multiprocessor: with fewer, programs that go through several tiles leave it waiting
 QUICK_BLOCKS = {2: 1 << 16, 3: 0, MOST_CANDIDATES: 0}  # candidates: from how many blocks on `quick_errors` are faster
 QUICK_TILE_BLOCKS = {3: 1 << 18, MOST_CANDIDATES: 1 << 18}  # of 16x16 tiles, and with swizzled scales
@@ -385,9 +386,11 @@ def _neighbours_problem(one: OneSide) -> Reason | None:
     if rule.errors != "quick" or rule.norm:
         return Reason("its candidates are not judged by quick errors")
     cols = lines.x.shape[1]
-    if rows % 16 or cols % 16 or not _side_by_side(groups, target.interpreter):
+    n = _side_by_side(groups, target.interpreter)
+    if rows % 16 or cols % 16 or not n:
         return Reason("{} x {} are no steps of 16 x 64", (rows, cols))
-    return None
+    steps, least = rows // 16 * (groups // (2 * n)), LEAST_WAVES * WAVE * target.multiprocessors
+    return Reason("{} steps are fewer than {}", (steps, least)) if steps < least else None
 
 
 def _neighbours(one: OneSide) -> Choice:
@@ -398,7 +401,7 @@ def _neighbours(one: OneSide) -> Choice:
     steps = steps_of(rows // 16 * beside, beside, WAVE * target.multiprocessors)
     constants = {"RULE": rule, "R": 16, "N": n, "num_warps": 1}
     if rule.joined and not rule.squares:
-        constants |= {"maxnreg": TILE_REGISTERS, "ptx_options": "-O1"}
+        constants["maxnreg"] = TILE_REGISTERS
     programs = rows // 16 * beside - 3 * steps.four - steps.two
     return Choice("quantize_neighbours_kernel", (programs,), constants, lines._replace(beside=beside, steps=steps))
 
