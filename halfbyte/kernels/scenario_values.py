@@ -68,6 +68,8 @@ OTHERS = (
     FOUR_RHT,
     NVFP4(block=(16, 16), scaling=FourOverSix(), e4m3_max=256.0),
     NVFP4(scaling=FourOverSix(candidates=(0.875, 1.0, 1.25, 1.5))),
+    NVFP4(scaling=FourOverSix(candidates=(0.875, 1.0, 1.25, 1.5)), block=(16, 16)),
+    NVFP4(scaling=FourOverSix(candidates=(0.875, 1.0, 1.25, 1.5), error="mse"), block=(16, 16)),
     MXFP8(element="e5m2"),
     EDEN_RHT,
     NVFP4(rotation=Hadamard(size=32, signs="-++-+---")),
