@@ -69,8 +69,8 @@ def check_bytes(name: str, dtype: torch.dtype, device: torch.device, shape: tupl
 
 def check_neighbours(name: str, device: torch.device, shape: tuple[int, int], four: int, two: int) -> None:
     """Check whole tiles of which a lane has two neighbours; four, two: programs of so many steps, in waves of four."""
-    steps_of = route.steps_of
-    short = {"steps_of": lambda count, in_row, _: steps_of(count, in_row, 4), "LEAST_WAVES": 0}
+    by_length = route.shares_by_length
+    short = {"shares_by_length": lambda count, in_row, _: by_length(count, in_row, 4), "LEAST_WAVES": 0}
     few = patch.multiple(route, INTERPRETED_BLOCKS=32, **short)
     with few, patch.dict(route.QUICK_TILE_BLOCKS, {4: 0}):
         x = torch.zeros(shape, dtype=torch.bfloat16, device=device)
@@ -78,7 +78,7 @@ def check_neighbours(name: str, device: torch.device, shape: tuple[int, int], fo
         choice = route.choose_one_side(route.OneSide(x, side, route.ALONE))
         assert choice.kernel == "quantize_neighbours_kernel", "another way was taken"
         assert choice.grid == (shape[0] // 16 * (shape[1] // 64) - 3 * four - two,)
-        assert choice.facts.steps == (four, two)
+        assert choice.facts.shares == (four, two)
         check_bytes(name, torch.bfloat16, device, shape)
 
 

@@ -43,7 +43,7 @@ def test_neighbours_of_whole_tiles(name, shape, four, two):
 @pytest.mark.parametrize("rows", [1, 2, 7, 512])
 def test_steps_are_all_taken_and_no_program_leaves_its_row(rows, in_row, wave):
     count = rows * in_row
-    four, two = route.steps_of(count, in_row, wave)
+    four, two = route.shares_by_length(count, in_row, wave)
     lengths = [4] * four + [2] * two + [1] * (count - 4 * four - 2 * two)
     ends = list(itertools.accumulate(lengths))
     assert ends[-1] == count and min(four, two) >= 0

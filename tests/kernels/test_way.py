@@ -7,6 +7,7 @@ import sys
 from collections.abc import Callable, Iterator
 from itertools import groupby
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -16,6 +17,7 @@ from repeating import kernels
 import halfbyte as hb
 from halfbyte import ops
 from halfbyte.kernels import launch
+from halfbyte.kernels.quantize import route
 from halfbyte.layout import SWIZZLED_32_4_4, Operand
 from halfbyte.sides import Side, both_sides
 
@@ -29,6 +31,7 @@ ROW = re.compile(r"^\| `(.+)` \| (`.+`) \|$", re.MULTILINE)
 NAME = re.compile(r"`([\w/]+)`")
 
 PLAIN, TILE, MX = hb.NVFP4(), hb.NVFP4(block=(16, 16)), hb.MXFP8()
+SEARCH = hb.NVFP4(scaling=hb.FourOverSix(candidates=(0.875, 1.0, 1.25, 1.5)), block=(16, 16))
 RHT, WIDE = (hb.NVFP4(rotation=hb.Hadamard(size=size)) for size in (16, 64))
 LAYOUTS = {"scale_layout": SWIZZLED_32_4_4}
 ENDS = torch.tensor([32, 64, 96, 128], dtype=torch.int32)
@@ -95,6 +98,13 @@ def grouped(t=None, side: int = 0, **options) -> Operand:
 def quantizing() -> Iterator[Callable]:
     yield from (one(spec) for spec in (PLAIN, TILE, RHT, WIDE))
     yield from (one(PLAIN, x(16)), one(RHT, x().T), one(TILE, x(128, 512)), one(TILE, **LAYOUTS))
+    yield searching
+
+
+def searching() -> None:
+    """Quantize as if these were the many tiles of a large tensor."""
+    with patch.dict(route.QUICK_TILE_BLOCKS, {4: 0}), patch.object(route, "LEAST_WAVES", 0):
+        one(SEARCH)()
 
 
 def quantizing_both() -> Iterator[Callable]:

@@ -154,7 +154,7 @@ def _launch(choice: Choice, out: WrittenOperand) -> None:
         wide.launch(choice, out)
         return
     if choice.kernel == "quantize_neighbours_kernel":
-        neighbours.launch(choice, out)
+        neighbours.launch_neighbours(choice, out)
         return
     lines: Lines = choice.facts
     tiles = pm.Divisor.of(lines.beside)

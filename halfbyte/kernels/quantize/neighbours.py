@@ -37,25 +37,27 @@ def quantize_turn(loaded, out, factors, RULE: tl.constexpr):
 @triton.jit
 def store_neighbours(out, i_row, i_group, first, codes, scales):
     """Store the codes and scales of two turns, two tensors [R, N] each, from row i_row and block i_group + first on."""
-    R: tl.constexpr = codes[0].shape[0]
-    N: tl.constexpr = codes[0].shape[1]
+    left, right = codes
+    left_scale, right_scale = scales
+    R: tl.constexpr = left.shape[0]
+    N: tl.constexpr = left.shape[1]
     line, block = tl.arange(0, R)[:, None], first + 2 * tl.arange(0, N)[None, :]
     to = block_address(out.to.q_ptr, i_row, i_group, line, block, out.blocks)
     if has_ptx():  # a store of two tensors: of a joined one the compiler would move values between lanes
-        given = (to.to(tl.int64), codes[0], codes[1])
+        given = (to.to(tl.int64), left, right)
         tl.inline_asm_elementwise(STORE_BOTH, "=r,l,l,l", given, dtype=tl.uint32, is_pure=False, pack=1)
     else:
-        tl.store(to, codes[0])
-        tl.store(to + 1, codes[1])
+        tl.store(to, left)
+        tl.store(to + 1, right)
     to = block_address(out.to.scale_ptr, i_row, i_group, line, block, out.blocks)
-    tl.store(to.to(tl.pointer_type(tl.uint16)), (scales[0] | (scales[1] << 8)).to(tl.uint16))
+    tl.store(to.to(tl.pointer_type(tl.uint16)), (left_scale | (right_scale << 8)).to(tl.uint16))
 
 
-@jit(do_not_specialize=(*varying("places"), "tiles", "steps"))
+@jit(do_not_specialize=(*varying("places"), "tiles", "shares"))
 def quantize_neighbours_kernel(
-    x_ptr, to, sizes, places, constants, tiles, steps, RULE: tl.constexpr, R: tl.constexpr, N: tl.constexpr
+    x_ptr, to, sizes, places, constants, tiles, shares, RULE: tl.constexpr, R: tl.constexpr, N: tl.constexpr
 ):  # fmt: skip
-    """One program quantizes 1, 2 or 4 steps beside each other of R rows and 2 N blocks; steps: a route.Steps.
+    """One program quantizes 1, 2 or 4 steps beside each other of R rows and 2 N blocks; shares: a route.Shares.
 
     tiles: steps in a row, a Divisor. The longest programs are the first, so that all multiprocessors end together.
     """
@@ -63,9 +65,9 @@ def quantize_neighbours_kernel(
     x = StridedMatrix(x_ptr, sizes.rows, sizes.cols, sizes.stride_r, sizes.stride_c)
     out = WrittenOperand(to, sizes.blocks, places, constants)
     program = tl.program_id(0)
-    count = tl.where(program < steps.four, 4, tl.where(program < steps.four + steps.two, 2, 1))
-    longer = tl.minimum(tl.maximum(program - steps.four, 0), steps.two)
-    first = program + 3 * tl.minimum(program, steps.four) + longer
+    count = tl.where(program < shares.four, 4, tl.where(program < shares.four + shares.two, 2, 1))
+    longer = tl.minimum(tl.maximum(program - shares.four, 0), shares.two)
+    first = program + 3 * tl.minimum(program, shares.four) + longer
     outer = pm.divide(first, tiles)
     i_row, i_group = outer * R, (first - outer * tiles.count) * (2 * N)
     here = load_row_pairs(x, i_row, i_group, RULE, R, N, 2)
@@ -79,10 +81,10 @@ def quantize_neighbours_kernel(
         store_neighbours(out, i_row, i_group, step * (2 * N), (left, right), (left_scale, right_scale))
 
 
-def launch(choice: Choice, out: WrittenOperand) -> None:
+def launch_neighbours(choice: Choice, out: WrittenOperand) -> None:
     """Launch what `route.choose_one_side` chose."""
     lines: Lines = choice.facts
     options = {**choice.constants, "enable_fp_fusion": False, **placed_early(choice.constants["RULE"].hardware)}
     quantize_neighbours_kernel[choice.grid](
-        *arguments_of(lines.x, out), pm.Divisor.of(lines.beside), lines.steps, **options
+        *arguments_of(lines.x, out), pm.Divisor.of(lines.beside), lines.shares, **options
     )

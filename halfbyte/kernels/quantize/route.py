@@ -160,7 +160,7 @@ PAIRED_REGISTERS, EDEN_REGISTERS = 80, 112  # where two threads share a group of
 STOCHASTIC_REGISTERS = {64: 128, 128: 168}  # the next step: with 96 they spill
 
 
-class Steps(NamedTuple):
+class Shares(NamedTuple):
     """How many programs go through four steps, and how many through two; all others take one."""
 
     four: int
@@ -176,7 +176,7 @@ class Lines(NamedTuple):
     swizzled: bool
     draw: Draw | None
     beside: int = 1
-    steps: Steps | None = None
+    shares: Shares | None = None
 
 
 def _row_tile(lines: Lines, groups: int, rule: sc.Rule, interpreted: bool) -> LineTile:
@@ -398,26 +398,26 @@ def _neighbours(one: OneSide) -> Choice:
     rule, groups, rows = _rule_of_rows(one, lines, target)
     rule, n = replace(rule, full=True), _side_by_side(groups, target.interpreter)
     beside = groups // (2 * n)
-    steps = steps_of(rows // 16 * beside, beside, WAVE * target.multiprocessors)
+    shares = shares_by_length(rows // 16 * beside, beside, WAVE * target.multiprocessors)
     constants = {"RULE": rule, "R": 16, "N": n, "num_warps": 1}
     if rule.joined and not rule.squares:
         constants["maxnreg"] = TILE_REGISTERS
-    programs = rows // 16 * beside - 3 * steps.four - steps.two
-    return Choice("quantize_neighbours_kernel", (programs,), constants, lines._replace(beside=beside, steps=steps))
+    programs = rows // 16 * beside - 3 * shares.four - shares.two
+    return Choice("quantize_neighbours_kernel", (programs,), constants, lines._replace(beside=beside, shares=shares))
 
 
-def steps_of(count: int, in_row: int, wave: int) -> Steps:
+def shares_by_length(count: int, in_row: int, wave: int) -> Shares:
     """Return by how many programs `count` steps are taken: about a wave each by short ones, which are the last.
 
     No program goes beyond a row of `in_row` steps; wave: a multiple of 4.
     """
     if in_row % 2:
-        return Steps(0, 0)
+        return Shares(0, 0)
     left = count - min(count, wave)
     if in_row % 4:
-        return Steps(0, left // 2)
+        return Shares(0, left // 2)
     two = min(left // 2, wave)
-    return Steps((left - 2 * two) // 4, two)
+    return Shares((left - 2 * two) // 4, two)
 
 
 def _rows(one: OneSide) -> Choice:
