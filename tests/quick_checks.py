@@ -67,6 +67,17 @@ def check_bytes(name: str, dtype: torch.dtype, device: torch.device, shape: tupl
         _check_bytes(name, dtype, device, shape)
 
 
+def check_tiles_together(name: str, device: torch.device, shape: tuple[int, int] = (48, 256)) -> None:
+    """Check programs of four whole tiles beside each other, whose scales are stored at once."""
+    few = patch.multiple(route, LOOP_PROGRAMS=1, INTERPRETED_BLOCKS=32)
+    with few, patch.dict(route.QUICK_TILE_BLOCKS, {4: 0}):
+        x = torch.zeros(shape, dtype=torch.bfloat16, device=device)
+        side = Side(SPECS[name], amax=torch.ones((), device=device))
+        constants = route.choose_one_side(route.OneSide(x, side, route.ALONE)).constants
+        assert constants["LOOP"] == 4 and constants["RULE"].full and not constants["DOWN"], "another way was taken"
+        check_bytes(name, torch.bfloat16, device, shape)
+
+
 def check_neighbours(name: str, device: torch.device, shape: tuple[int, int], four: int, two: int) -> None:
     """Check whole tiles of which a lane has two neighbours; four, two: programs of so many steps, in waves of four."""
     by_length = route.shares_by_length

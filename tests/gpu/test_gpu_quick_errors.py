@@ -27,6 +27,11 @@ def test_bytes_of_groups_are_those_of_the_defined_errors(name):
 
 
 @pytest.mark.parametrize("name", ["tiles-mae", "tiles-mse"])
+def test_scales_of_tiles_are_stored_together(name):
+    checks.check_tiles_together(name, torch.device("cuda"), (4096, 1024))
+
+
+@pytest.mark.parametrize("name", ["tiles-mae", "tiles-mse"])
 @pytest.mark.parametrize("shape,four,two", [((2048, 1024), 509, 4), ((4096, 384), 0, 766), ((1024, 2880), 0, 0)])
 def test_neighbours_of_whole_tiles(name, shape, four, two):
     checks.check_neighbours(name, torch.device("cuda"), shape, four, two)

@@ -23,6 +23,11 @@ def test_bytes_are_those_of_the_reference(name, dtype):
     checks.check_bytes(name, checks.DTYPES[dtype], torch.device("cpu"))
 
 
+@pytest.mark.parametrize("name", ["tiles-mae", pytest.param("tiles-mse", marks=pytest.mark.full)])
+def test_scales_of_tiles_are_stored_together(name):
+    checks.check_tiles_together(name, torch.device("cpu"))
+
+
 # Of 24 steps in rows of 8 the last 4 are programs of their own, 4 times 2 lie before, and 3 times 4. A row of 6 has no
 # place for programs of four, one of 5 none of two.
 NEIGHBOURS = [((48, 512), 3, 4), ((32, 384), 0, 4), ((16, 320), 0, 0)]

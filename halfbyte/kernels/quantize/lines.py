@@ -15,6 +15,7 @@ from halfbyte.kernels.device.operands import Places, Pointers, StridedMatrix, Wr
 from halfbyte.kernels.device.overlap import OVERLAP_CAPABILITY, begin, placed_early
 from halfbyte.kernels.device.quick_tiles import tile_factors
 from halfbyte.kernels.device.tiles import quantize_col_tile, quantize_row_tile, read_row_tile
+from halfbyte.kernels.device.turns import gather_row_tile, store_gathered
 from halfbyte.kernels.launch import jit
 from halfbyte.kernels.quantize import neighbours, wide
 from halfbyte.kernels.quantize.route import Lines, OneSide
@@ -45,6 +46,10 @@ def quantize_rows_kernel(
         factors = tile_factors(factors, RULE, R, N)
     # Two tiles a turn: what is read for the next one then stays where it is.
     TURN: tl.constexpr = 2 if RULE.errors == "quick" and not RULE.tile and LOOP % 2 == 0 else 1
+    # Tiles without a ragged edge, four a program, two blocks a row: their scales are stored together.
+    EVEN: tl.constexpr = RULE.errors == "quick" and RULE.tile and RULE.full and not SWIZZLED and not DOWN
+    GATHERS: tl.constexpr = EVEN and LOOP == 4 and N == 2
+    gathered = tl.zeros((R, N), tl.uint32)
     for turn in range(LOOP // TURN):
         for i in tl.static_range(TURN):
             step = turn * TURN + i
@@ -54,7 +59,12 @@ def quantize_rows_kernel(
                 i_next = tl.minimum(step + 1, LOOP - 1)
                 loaded = read_row_tile(i_row + i_next * NEXT_ROW, i_group + i_next * NEXT_GROUP, x, RULE, R, N)
             i_here, i_group_here = i_row + step * NEXT_ROW, i_group + step * NEXT_GROUP
-            quantize_row_tile(i_here, i_group_here, x, out, RULE, SWIZZLED, R, N, factors, here)
+            if GATHERS:
+                gathered = gather_row_tile(i_here, i_group_here, out, RULE, R, N, factors, here, gathered)
+            else:
+                quantize_row_tile(i_here, i_group_here, x, out, RULE, SWIZZLED, R, N, factors, here)
+    if GATHERS:
+        store_gathered(out, gathered, i_row, i_group)
 
 
 @jit(do_not_specialize=VARYING)
