@@ -121,6 +121,10 @@ CASES: dict[str, Callable[[], None]] = {name: partial(quantize, *case) for name,
 CASES |= {name: partial(quantize_groups, *case) for name, case in GROUPED.items()}
 
 
+STEPS = {"quantize_neighbours_kernel": 4}
+"""Steps of most programs of kernels that are told at run time how many; each has two turns, written out."""
+
+
 def counted(run: Callable[[], None], options: Mapping[str, Any] = MappingProxyType({})) -> Iterator[Counted]:
     """Yield what each kernel takes that `run` launches, but a plan of groups, with these options beside its own."""
     with record.recording(record.TARGETS[TARGET]) as launches:
@@ -135,15 +139,16 @@ def _count(launch: record.Specialized, options: Mapping[str, Any]) -> Counted:
     compiled = triton.compile(source, target=record.gpu(record.TARGETS[TARGET]), options={**launch.options, **options})
     names = list(launch.signature)
     constants = {names[place[0]]: value for place, value in launch.constants.items() if len(place) == 1}
-    loop = constants.get("LOOP", 1)
+    name = launch.kernel.fn.__name__
+    loop = STEPS.get(name, constants.get("LOOP", 1))
     lines = taken(disassembled(compiled.asm["cubin"]), loop // _turn(constants) * max(1, constants.get("TURNS", 1)))
     operations = [text.split()[0].partition(".")[0] for text in lines]
     threads = 32 * {**launch.options, **options}["num_warps"]
-    per = threads / (_tile(constants) * loop)
+    per = threads / (_tile(constants) * loop * (2 if name in STEPS else 1))
     integer = sum(name in INTEGER_PIPE for name in operations)
     registers, spilled = record._resources(compiled.asm["cubin"])
     counts = (count * per for count in (len(operations), integer, conflicts(lines)))
-    return Counted(launch.kernel.fn.__name__, registers, *counts, spilled=spilled)
+    return Counted(name, registers, *counts, spilled=spilled)
 
 
 def _tile(constants: Mapping[str, Any]) -> int:
