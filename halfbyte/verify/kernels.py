@@ -17,7 +17,18 @@ from halfbyte.layout import LINEAR, SCALE_LAYOUTS, SWIZZLED_32_4_4, Blocks, amax
 from halfbyte.sides import Side, both_sides
 from halfbyte.spec import MXFP8, NVFP4, Hadamard, Spec
 from halfbyte.verify.compare import difference, relative_error
-from halfbyte.verify.matrix import ALL_SPECS, FEW, LONG_PAIRS, MAIN_SPECS, MANY, PAIRS, SEED, draws, inputs
+from halfbyte.verify.matrix import (
+    ALL_SPECS,
+    FEW,
+    FOUR_TILES,
+    LONG_PAIRS,
+    MAIN_SPECS,
+    MANY,
+    PAIRS,
+    SEED,
+    draws,
+    inputs,
+)
 from halfbyte.verify.record import GEMM, NATIVE_GEMM, Finding
 
 CPU = torch.device("cpu")
@@ -80,6 +91,24 @@ def quantization(device: torch.device, backend: str | None, full: bool) -> Itera
         if name == "regular" and spec.format.has_amax:
             yield kernel, f"{spec_name}, {name}, given amax", lambda check=check: check(given=3.5)
             yield kernel, f"{spec_name}, {name}, NaN as amax", lambda check=check: check(given=float("nan"))
+
+
+LARGE = (4096, 4096)
+"""From three waves of 16x64 values on, tiles of four candidates have a kernel of their own: 13M on an H200."""
+
+
+def large_tiles(device: torch.device, backend: str | None) -> Iterator[Finding]:
+    """quantize: many 16x16 tiles by four candidates, on a GPU, where the reference takes no time either."""
+    if device.type == "cuda":
+        yield "quantize NVFP4", "16x16 four candidates, large", lambda: large_tiles_differ(device, backend, LARGE)
+
+
+def large_tiles_differ(device: torch.device, backend: str | None, shape: tuple[int, int]) -> str | None:
+    """Compare tiles by four candidates with the reference on the same device."""
+    spec, generator = FOUR_TILES, torch.Generator().manual_seed(SEED)
+    x = torch.randn(shape, generator=generator).mul_(torch.randn(shape, generator=generator).exp_())
+    x = x.bfloat16().to(device)
+    return same_blocks(ops.quantize(x, Side(spec), backend=backend), ops.quantize(x, Side(spec), backend="reference"))
 
 
 def _given_amax(x: Tensor, spec: Spec, value: float | None) -> Tensor | None:

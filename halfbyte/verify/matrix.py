@@ -15,6 +15,7 @@ from halfbyte.rng import Draw, Philox
 from halfbyte.spec import MXFP8, NVFP4, Eden, FourOverSix, Hadamard, Spec
 
 SCALED = FourOverSix(error_math="scaled")
+FOUR_TILES = NVFP4(scaling=FourOverSix(candidates=(0.875, 1.0, 1.25, 1.5)), block=(16, 16))
 EDEN = NVFP4(scaling=Eden(), fp4_max=recipes.EDEN_FP4_MAX, e4m3_max=recipes.EDEN_E4M3_MAX)
 
 MAIN_SPECS: dict[str, Spec] = {

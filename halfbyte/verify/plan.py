@@ -50,6 +50,7 @@ def findings(scope: Scope) -> list[Finding]:
     where = scope.device, TRITON if scope.backend == NATIVE else scope.backend
     found += kernels.maxima(*where)
     found += kernels.quantization(*where, scope.full)
+    found += kernels.large_tiles(*where)
     found += kernels.row_col(*where, scope.full)
     found += kernels.transient(*where)
     found += kernels.decoding(*where)

@@ -11,6 +11,7 @@ import torch
 from triton.runtime.interpreter import InterpretedFunction
 
 import halfbyte.kernels
+from halfbyte.kernels.quantize import route
 from halfbyte.ops import (
     backends,  # noqa: F401  the module, which the package hides behind its function
     quantization,
@@ -20,6 +21,7 @@ from halfbyte.verify import fused, grouped, invariants, kernels, logits, mean, p
 CPU = torch.device("cpu")
 ELSEWHERE = {
     "clear_tail_kernel": "behind torch._grouped_mm, which takes CUDA tensors; tests/gpu/test_gpu_grouped.py",
+    "quantize_neighbours_kernel": "operands of millions of values, which `verify` quantizes on a GPU; the next test",
     "e2m1_pair_kernel": "the self-test of sm_100's casts, which `verify` runs by itself (casts.py)",
 }
 
@@ -53,6 +55,30 @@ def test_every_kernel_is_launched(monkeypatch, triton_on_the_cpu):
     record.run_checks(f for f in findings if f[0] != invariants.GROUP)  # nothing is computed, so nothing agrees
     assert len(all_kernels()) >= 38
     assert all_kernels() - launched == set(ELSEWHERE)
+
+
+def test_large_tiles_are_launched_on_a_gpu(monkeypatch, triton_on_the_cpu):
+    assert [name for _, name, _ in kernels.large_tiles(torch.device("cuda"), "triton")] == [
+        "16x16 four candidates, large"
+    ]
+    assert not list(kernels.large_tiles(CPU, "triton"))
+    monkeypatch.setattr(route, "LEAST_WAVES", 0)
+    monkeypatch.setattr(route, "QUICK_TILE_BLOCKS", {4: 0})
+    launched, run = set(), InterpretedFunction.run
+    monkeypatch.setattr(
+        InterpretedFunction, "run", lambda self, *a, **more: launched.add(self.fn.__name__) or run(self, *a, **more)
+    )
+    assert kernels.large_tiles_differ(CPU, "triton", (64, 512)) is None
+    assert "quantize_neighbours_kernel" in launched
+    whole = kernels.ops.quantize
+
+    def wrong(x, side, backend):
+        blocks = whole(x, side, backend=backend)
+        blocks.block_scale[40, 3] ^= int(backend == "triton")
+        return blocks
+
+    monkeypatch.setattr(kernels.ops, "quantize", wrong)
+    assert "block_scale: 1 of" in kernels.large_tiles_differ(CPU, "triton", (64, 512))
 
 
 def altered(function, index):
