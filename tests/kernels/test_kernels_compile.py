@@ -29,7 +29,7 @@ ONLY = {
     **dict.fromkeys(("gemm_tma_kernel", "rows_tma_kernel", "split_tma_kernel"), ("sm_90", "sm_100", "sm_103")),
     "clear_tail_kernel": ("sm_90", "sm_100", "sm_103", "sm_120"),  # behind torch's grouped GEMM
     "e2m1_pair_kernel": ("sm_100", "sm_103", "sm_120"),
-    "quantize_neighbours_kernel": tuple(name for name in record.TARGETS if name.startswith("sm_")),  # by quick errors: PTX
+    "quantize_neighbours_kernel": tuple(t for t in record.TARGETS if t.startswith("sm_")),  # quick errors are PTX
 }
 """On which targets a kernel is launched, where it is not launched on all."""
 
