@@ -65,6 +65,11 @@ DENSE: dict[str, tuple[Spec, Spec | None, tuple[bool, bool]]] = {
     "MS-EDEN": (EDEN, None, (False, False)),
     "MS-EDEN, rotation of 128, fresh": (EDEN_ROTATED, None, (False, False)),
     "MS-EDEN row + column rotated by 16": (EDEN, replace(EDEN, rotation=Hadamard()), (False, False)),
+    "MS-EDEN row + column rotated by 16, fresh": (
+        EDEN,
+        replace(EDEN, rotation=Hadamard(signs="fresh")),
+        (False, False),
+    ),
 }
 GROUPED: dict[str, tuple[Spec, Spec, tuple[int, int, int]]] = {
     "8 groups: row + rotated column, nearest": (NVFP4(), ROTATED[16], (8, 32768, 7168)),
@@ -99,11 +104,13 @@ def quantize(row: Spec, col: Spec | None, transient: tuple[bool, bool]) -> None:
     meta = torch.device("meta")
     x, amax = torch.empty(SHAPE, dtype=torch.bfloat16, device=meta), torch.empty((), device=meta)
     draw = Philox(7, 11).on(meta)
+    specs = [spec for spec in (row, col) if spec is not None]
+    drawn = draw if any(spec.needs_rng for spec in specs) else None
+    signs = draw if any(spec.needs_sign_rng for spec in specs) else None
     if col is None:
-        drawn, signs = (draw if needed else None for needed in (row.needs_rng, row.needs_sign_rng))
         one.quantize_side(x, Side(row, draw=drawn, sign_draw=signs, amax=amax))
     else:
-        sides = both_sides(row, col, draw=draw, transient=transient)
+        sides = both_sides(row, col, draw=drawn, sign_draw=signs, transient=transient)
         both.quantize_row_col(x, *(side and side._replace(amax=amax) for side in sides))
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from fractions import Fraction
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -12,6 +13,7 @@ from halfbyte.kernels.device import eden
 from halfbyte.kernels.launch import jit
 
 BLOCK = 1024
+WARP = 32
 E4M3 = sorted(float(v) for v in torch.arange(127, dtype=torch.uint8).view(torch.float8_e4m3fn).float())
 """What a scale may be, by its code."""
 
@@ -72,6 +74,132 @@ def edges() -> list[tuple[float, float, float, int]]:
             near = (threshold - 1, threshold, threshold + 1, 0, (1 << 24) - 1)
             found += [(scale, squares, products, (u << 8) + 0x5A) for u in near if 0 <= u < 1 << 24]
     return found
+
+
+@jit
+def projected_block_test_kernel(
+    pairs_ptr, largest_ptr, encode_ptr, scale_ptr, word_ptr, out_ptr, COUNT: tl.constexpr, APART: tl.constexpr
+):
+    i = tl.arange(0, COUNT)
+    pairs = ()
+    for k in tl.static_range(8):
+        pairs = pairs + (tl.load(pairs_ptr + i * 8 + k).to(tl.uint32, bitcast=True),)
+    largest, encode, scale = tl.load(largest_ptr + i), tl.load(encode_ptr + i), tl.load(scale_ptr + i)
+    word = tl.load(word_ptr + i).to(tl.uint32)
+    low, high, code = eden.projected_block(pairs, largest, encode, scale, word, APART)
+    tl.store(out_ptr + i * 3, low.to(tl.int64))
+    tl.store(out_ptr + i * 3 + 1, high.to(tl.int64))
+    tl.store(out_ptr + i * 3 + 2, code.to(tl.int64))
+
+
+class Blocks(NamedTuple):
+    """Values [N, 16] in bf16, each block's encode and scale, fp32, and its random word."""
+
+    x: np.ndarray
+    encode: np.ndarray
+    scale: np.ndarray
+    word: np.ndarray
+
+
+def sums_of(blocks: Blocks) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Return the codes [N, 16] with signs, and each block's sums of y * y and y * q, every step rounded to fp32."""
+    halfway = np.array([0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5])  # between codes; the even one has it
+    values = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6], np.float32)
+    with np.errstate(all="ignore"):
+        y = np.abs(blocks.x) * blocks.encode[:, None]
+        above, reached = ((compare(y[..., None], halfway)).sum(-1) for compare in (np.greater, np.greater_equal))
+        codes = np.where(above % 2 == 0, above, reached)
+        squares, products = y[:, 0] * y[:, 0], y[:, 0] * values[codes[:, 0]]
+        for i in range(1, 16):
+            squares, products = squares + y[:, i] * y[:, i], products + y[:, i] * values[codes[:, i]]
+    return codes + 8 * np.signbit(blocks.x), squares, products
+
+
+def near_thresholds(x: np.ndarray, encode: np.ndarray, scale: np.ndarray, random: np.random.Generator) -> Blocks:
+    """Return five of each block, with draws beside the threshold of its scale, the least and the largest."""
+    _, squares, products = sums_of(Blocks(x, encode, scale, scale))
+    words = []
+    for one in zip(scale, squares, products, strict=True):
+        low, high = 0, (1 << 24) - 1  # the largest draw that rounds up, by halving
+        up = code_of_the_definition(*map(float, one), 0)
+        while low < high:
+            middle = (low + high + 1) // 2
+            low, high = (
+                (middle, high) if code_of_the_definition(*map(float, one), middle << 8) == up else (low, middle - 1)
+            )
+        words.append(
+            [(u << 8) + int(random.integers(256)) for u in (low, min(low + 1, (1 << 24) - 1), max(low - 1, 0))]
+        )
+        words[-1] += [0, 0xFFFFFFFF]
+    return Blocks(*(np.repeat(part, 5, axis=0) for part in (x, encode, scale)), np.array(words).ravel())
+
+
+def block_cases() -> dict[str, Blocks]:
+    """Return blocks as most are, those that are none, and both in every warp."""
+    random = np.random.default_rng(7)
+
+    def blocks(count: int, scales: list[float], largest: tuple[float, float]) -> Blocks:
+        x = random.standard_normal((count, 16)) * np.exp(random.standard_normal((count, 16)))
+        x[::3] = np.round(x[::3] * 4) / 4  # ties
+        x[random.random((count, 16)) < 0.1] *= 0
+        x = torch.from_numpy(x.astype(np.float32)).bfloat16().float().numpy()
+        y = random.uniform(*np.log(largest), count)
+        encode = np.where(np.arange(count) % 3 == 0, 1.0, np.exp(y) / np.maximum(np.abs(x).max(1), 1e-3))
+        encode = np.minimum(encode, 6.9 / np.maximum(np.abs(x).max(1), 1e-3)) if largest[1] < 7 else encode
+        scale = random.choice(np.array(scales), count)
+        return near_thresholds(x, encode.astype(np.float32), scale.astype(np.float32), random)
+
+    normal = [v for v in E4M3 if v >= 2.0**-5]
+    plain, beside = blocks(128, normal, (1.0, 6.9)), blocks(64, normal, (7.0, 7.9))
+    below_eight = np.abs(beside.x).max(1) * beside.encode < 8
+    beside = Blocks(*(part[below_eight] for part in beside))
+    held = blocks(64, E4M3[1:], (7.0, 1e25))
+    small = blocks(128, [v for v in E4M3[1:] if v <= 2.0**-5], (0.1, 6.9))
+    zeros = Blocks(*(part[:WARP].copy() for part in small))
+    zeros.x[:] *= 0
+    mixed = Blocks(*(np.concatenate(parts) for parts in zip(plain, held, small, zeros, strict=True)))
+    order = random.permutation(len(mixed.word))
+    return {
+        "plain": plain,
+        "beside 7": beside,
+        "held": held,
+        "small": small,
+        "mixed": Blocks(*(v[order] for v in mixed)),
+    }
+
+
+def expected_block(blocks: Blocks) -> np.ndarray:
+    """Return [N, 3]: two words of codes and the code of the scale."""
+    codes, *sums = sums_of(blocks)
+    shifted = codes.reshape(-1, 2, 8).astype(np.int64) << (4 * np.arange(8))
+    scales = [
+        code_of_the_definition(*map(float, one), int(word))
+        for *one, word in zip(blocks.scale, *sums, blocks.word, strict=True)
+    ]
+    return np.concatenate([shifted.sum(-1), np.array(scales)[:, None]], axis=1)
+
+
+def found_block(blocks: Blocks, apart: bool, device: str) -> np.ndarray:
+    """Run the device function, a warp for 32 of the blocks."""
+    x = blocks.x.reshape(-1, 4, 2, 2).swapaxes(2, 3) if apart else blocks.x
+    words = torch.from_numpy(x.reshape(-1, 16).astype(np.float32)).bfloat16().view(torch.int32)
+    numbers = [torch.from_numpy(v.astype(np.float32)) for v in (np.abs(blocks.x).max(1), blocks.encode, blocks.scale)]
+    given, found = [words.to(device), *(v.to(device) for v in numbers), torch.from_numpy(blocks.word).to(device)], []
+    for first in range(0, len(blocks.word) // WARP * WARP, WARP):
+        out = torch.empty((WARP, 3), dtype=torch.int64, device=device)
+        part = [value[first : first + WARP].contiguous() for value in given]
+        projected_block_test_kernel[(1,)](*part, out, COUNT=WARP, APART=apart, num_warps=1, enable_fp_fusion=False)
+        found.append(out.cpu().numpy())
+    return np.concatenate(found)
+
+
+def check_blocks(device: str) -> None:
+    """Codes and corrected scales of whole blocks, where there is PTX."""
+    for name, blocks in block_cases().items():
+        for apart in (False, True):
+            found = found_block(blocks, apart, device)
+            assert len(found) >= 4 * WARP
+            np.testing.assert_array_equal(found, expected_block(blocks)[: len(found)], err_msg=name)
 
 
 def check_stored_codes(device: str) -> None:

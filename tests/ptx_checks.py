@@ -11,6 +11,7 @@ import sys
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 
+import eden_checks
 import logit_checks
 import quick_checks
 import row_checks
@@ -72,11 +73,13 @@ PAIRS = {
 TRANSIENT = {"": (False, False), "/values": (True, True), "/row_values": (True, False)}
 GROUPED = ("grouped/activation", "grouped/gradient", "grouped/gradient/loops", "grouped/six_pair")
 """Tokens in groups."""
+LARGE = ("eden/large", "eden_pair/large", "eden_fresh_pair/large")
+"""In tiles of large tensors."""
 LOOPS = ((1, 4),)  # in cases of that name: a program has four tiles, as those of large tensors have
 CASES = tuple(
     [f"{name}{how}" for name in SPECS for how in ("", "/turned")]
     + [f"{n}{how}" for n in PAIRS for how in TRANSIENT]
-    + [*GROUPED, "gradient/loops", "sums", "logits", "row", "near"]
+    + [*GROUPED, *LARGE, "gradient/loops", "sums", "logits", "row", "near", "eden_scales"]
 )
 SHAPES = {"whole": (128, 256), "ragged": (133, 248), "odd": (37, 90)}
 SIZES = (70, 0, 64, 1, 40)  # of groups, with 23 rows behind the last
@@ -264,6 +267,12 @@ def near(target: str) -> Iterator[str]:
     yield from failing(checks, target)
 
 
+def eden_scales(target: str) -> Iterator[str]:
+    """Yield which corrected scales of MS-EDEN are not those of the definition, alone and with their blocks."""
+    checks = (eden_checks.check_stored_codes, eden_checks.check_blocks)
+    yield from failing({check.__name__: (lambda check=check: check("cpu")) for check in checks}, target)
+
+
 def failing(checks: dict[str, Callable], target: str) -> Iterator[str]:
     """Yield what each of some checks asserts in vain, run as a target runs it."""
     for name, run in checks.items():
@@ -289,11 +298,15 @@ def check(case: str, target: str) -> list[str]:
         return list(row(target))
     if case == "near":
         return list(near(target))
+    if case == "eden_scales":
+        return list(eden_scales(target))
+    if case in LARGE:
+        both_route.EDEN_VALUES = one_route.EDEN_BLOCKS = 0
     if case.endswith("/loops"):
         both_route.LOOPS = grouped_route.LOOPS = LOOPS
     if case in GROUPED:
         return list(groups(PAIRS[how.removesuffix("/loops")], target))
-    case = case.removesuffix("/loops")
+    case = case.removesuffix("/loops").removesuffix("/large")
     if name in PAIRS:
         return list(pair(PAIRS[name], TRANSIENT[case.removeprefix(name)], target))
     return list(single(SPECS[name], how == "turned", target))

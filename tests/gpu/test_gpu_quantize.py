@@ -1,5 +1,7 @@
 """The quantization kernels on a GPU: every golden vector, and every spec against the reference, bit for bit."""
 
+from dataclasses import replace
+
 import eden_checks
 import golden_vectors as golden
 import pytest
@@ -33,6 +35,16 @@ def test_golden(vectors):
 
 def test_eden_scales_beside_their_thresholds():
     eden_checks.check_stored_codes("cuda")
+    eden_checks.check_blocks("cuda")
+
+
+@pytest.mark.parametrize("signs", ("fresh", "+" * 16))
+def test_eden_of_a_large_tensor(signs):
+    pair = checks.EDEN, replace(checks.EDEN, rotation=hb.Hadamard(signs=signs))
+    for kind in ("heavy", "ties", "nonfinite"):
+        x = checks.sample(kind, (8192, 8192), torch.bfloat16, "cuda")
+        assert choose_pair(Pair(x, *both_sides(*pair, **checks.draws("cuda")))).constants["ROW"].along
+        checks.check_row_col(x, pair, layout.LINEAR)
 
 
 def test_golden_row_col():

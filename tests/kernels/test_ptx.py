@@ -15,7 +15,7 @@ sys.path.insert(0, str(TESTS))
 SAMPLE = (
     "activation", "activation/values", "gradient", "gradient/loops", "six_pair/row_values", "four_candidates",
     "four_exact", "rotated_64_rows", "stochastic_128/turned", "eden", "grouped/gradient/loops", "sums", "logits", "row",
-    "near",
+    "near", "eden/large", "eden_scales",
 )  # fmt: skip
 """Of what rounds, rotates, draws and chooses scales, one each; `make test-targets-full` runs all."""
 OTHERS = {"sm_80": "activation", "sm_89": "gradient", "sm_100": "activation", "sm_120": "six_scaled"}
@@ -25,6 +25,7 @@ ON_OTHERS = (
     "rotated_128/turned", "mxfp8", "four_candidates", "eden_128/turned", "sums", "logits", "row", "near",
 )  # fmt: skip
 NEAR = "tuple(text.replace({!r}, {!r}) for text in module.DECISIONS.value)"
+EDEN = "tuple(text.replace({!r}, {!r}) for text in module.BLOCK.value)"
 FAULT = """
 import ptx_checks
 from halfbyte.kernels.device import {module} as module
@@ -67,6 +68,14 @@ def test_a_kernel_makes_the_bytes_of_the_reference(target, case):
         *(
             pytest.param("near_errors", "DECISIONS", NEAR.format(*others), "near", marks=pytest.mark.full)
             for others in (("setp.lt.or", "setp.le.or"), ("add.u32 t, left, -1", "mov.u32 t, 0"))
+        ),
+        *(
+            pytest.param("eden", "BLOCK", EDEN.format(*others), "eden_scales", marks=marks)
+            for others, marks in (
+                (("0f40E00000", "0f41000000"), ()),  # what a y reaches where it has to be held: 8 in place of 7
+                (("0f3D000000", "0f3B800000"), pytest.mark.full),  # below which a scale may be subnormal: 2^-8
+                (("0x40FFFFFF", "0x40FFFFFE"), pytest.mark.full),
+            )
         ),
         ("casts", "MAX_OF_HALVES", "module.MAX_OF_HALVES.value.replace('0x1032', '0x3210')", "nearest"),
     ],

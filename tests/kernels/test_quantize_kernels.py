@@ -1,5 +1,7 @@
 """The quantization kernels in Triton's interpreter: golden vectors and small tensors, bit for bit."""
 
+from dataclasses import replace
+
 import pytest
 import quantize_checks as checks
 import torch
@@ -8,7 +10,7 @@ import halfbyte as hb
 from halfbyte import layout, reference
 from halfbyte.kernels.amax import route as maxima
 from halfbyte.kernels.amax.plain import finite_amax, operand_amax, row_col_amax
-from halfbyte.kernels.quantize import route
+from halfbyte.kernels.quantize import both_route, route
 from halfbyte.kernels.quantize.both import quantize_rows_and_cols
 from halfbyte.kernels.quantize.one import quantize_side
 from halfbyte.kernels.quantize.route import OneSide, choose_one_side
@@ -193,3 +195,11 @@ def test_given_amaxes_replace_the_computed_ones():
     row, col = quantize_rows_and_cols(x, *both_sides(hb.NVFP4(), hb.NVFP4(outer="row"), row_amax=amax))
     checks.same_blocks(row, reference.quantize(x, hb.NVFP4(), amax=amax))
     checks.same_blocks(col, reference.quantize(x.T, hb.NVFP4(outer="row")))
+
+
+@pytest.mark.parametrize("signs", ("fresh", "+" * 16))
+def test_eden_in_tiles_of_large_tensors(signs, monkeypatch):
+    monkeypatch.setattr(both_route, "EDEN_VALUES", 0)
+    pair = checks.EDEN, replace(checks.EDEN, rotation=hb.Hadamard(signs=signs))
+    for kind in KINDS:
+        checks.check_row_col(checks.sample(kind, (128, 256), torch.bfloat16, "cpu"), pair, layout.LINEAR)

@@ -6,10 +6,10 @@ import torch
 import halfbyte as hb
 from halfbyte import layout
 from halfbyte.kernels import record
-from halfbyte.kernels.quantize import route
+from halfbyte.kernels.quantize import both_route, route
 from halfbyte.kernels.route import Candidate, Choice, Reason, choose_from, fits_all
 from halfbyte.kernels.target import assumed
-from halfbyte.sides import Side
+from halfbyte.sides import Side, both_sides
 
 RHT = hb.NVFP4(rotation=hb.Hadamard())
 SPECS = {
@@ -198,3 +198,35 @@ def test_column_kernels_of_wide_rotations_are_held_at_a_step_of_occupancy(width,
             fits += ("sm_80", "sm_89")
         expected = CAPPED[width, options] if name in fits else None
         assert cols.get("maxnreg") == expected, name
+
+
+@pytest.mark.parametrize(
+    ("shape", "pair", "tile"),
+    [
+        ((8192, 8192), {}, (64, 128, True, 72)),
+        ((16384, 8192), {}, (64, 128, True, 72)),
+        ((8192, 8192), {"signs": "fresh"}, (64, 128, True, 72)),
+        ((4096, 4096), {}, (64, 64, False, None)),  # of smaller ones programs are too few for tiles as large
+        ((8224, 8192), {}, (64, 64, False, None)),  # not whole
+    ],
+)
+def test_large_tensors_have_their_own_tiles_of_eden(shape, pair, tile):
+    eden = hb.NVFP4(scaling=hb.Eden())
+    col = hb.NVFP4(scaling=hb.Eden(), rotation=hb.Hadamard(**pair))
+    x = torch.empty(shape, dtype=torch.bfloat16, device="meta")
+    draw = hb.Philox(1, 2).on(x.device)
+    for name in ("sm_80", "sm_90"):
+        with assumed(record.TARGETS[name]):
+            sides = both_sides(eden, col, draw=draw, sign_draw=draw if pair else None)
+            constants = both_route.choose_pair(both_route.Pair(x, *sides)).constants
+        found = constants["TR"], constants["TC"], constants["ROW"].along, constants.get("maxnreg")
+        assert found == tile and constants["COL"].along == constants["ROW"].along
+
+
+def test_rows_of_eden_are_longer_in_large_tensors():
+    eden = hb.NVFP4(scaling=hb.Eden())
+    with assumed(record.TARGETS["sm_90"]):
+        for shape, blocks in (((8192, 8192), 256), ((4096, 4096), 128)):
+            x = torch.empty(shape, dtype=torch.bfloat16, device="meta")
+            choice = route.choose_one_side(route.OneSide(x, Side(eden, draw=hb.Philox(1, 2).on(x.device))))
+            assert choice.constants["N"] == blocks

@@ -183,9 +183,17 @@ def defined_error(pairs, scale, by, SQUARED: tl.constexpr, APART: tl.constexpr):
 
 
 @triton.jit
+def masked_value(a):
+    """Return `casts.nearest_value`, with a mask more: without it the compiler spills in kernels of tiles."""
+    a = tl.minimum(a, pm.E2M1_MAX)
+    binade = (tl.maximum(a, 1.0).to(tl.uint32, bitcast=True) & 0x7F800000).to(tl.float32, bitcast=True)
+    return tl.fma(binade, -4194304.0, tl.fma(binade, 4194304.0, a))
+
+
+@triton.jit
 def distance(x, encode, scale, inverse_unit, by, SQUARED: tl.constexpr):
     """Return how far x >= 0 is from what it becomes, or the square of that."""
-    y = (pm.nearest_value(x * encode) * scale) * by.amax
+    y = (masked_value(x * encode) * scale) * by.amax
     if has_ptx() and (by.amax > LEAST_REGULAR) & (by.amax < MOST_REGULAR) & (by.unit >= 1.0):
         d = pm.quotient_by(y, by.unit, inverse_unit) - x
     else:

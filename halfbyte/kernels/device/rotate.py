@@ -33,6 +33,23 @@ def flip_pairs(pairs, words):
 
 
 @triton.jit
+def flip_rows(rows, words):
+    """Multiply groups along columns by fresh Hadamard signs, the bits of `words`; rows: tuples of words of two columns."""
+    out = ()
+    for i in tl.static_range(len(rows)):
+        if i % 32 == 0:
+            both = (words[i // 32] & 0xFFFF) | (words[i // 32] << 16)
+        elif i % 16 == 0:
+            both = (words[i // 32] >> 16) | (words[i // 32] & 0xFFFF0000)
+        flip = (both << (15 - i % 16)) & 0x80008000
+        flipped = ()
+        for k in tl.static_range(len(rows[i])):
+            flipped = flipped + (rows[i][k] ^ flip,)
+        out = out + (flipped,)
+    return out
+
+
+@triton.jit
 def butterfly(xs, STRIDE: tl.constexpr, SIGNS: tl.constexpr):
     """One stage of the transform: (a, b) -> (a + b, a - b), b the element STRIDE further on.
 

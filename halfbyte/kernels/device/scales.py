@@ -29,6 +29,7 @@ from halfbyte.kernels.device.nearest import (
     with_signs,
     within_codes,
 )
+from halfbyte.kernels.device.ptx import has_ptx
 from halfbyte.kernels.device.quick_errors import quick_choice
 from halfbyte.kernels.device.quick_tiles import tile_choice
 from halfbyte.kernels.device.stochastic import stochastic_word, upper_halves
@@ -251,7 +252,9 @@ def encode_scale(scale, factors, RULE: tl.constexpr, UNIT: tl.constexpr):
         return tl.minimum(pm.reciprocal(product), LIMIT)
     else:
         if factors.regular:  # one condition a program: no range to check in each block
-            encode = tl.minimum(pm.regular_reciprocal(product), LIMIT)  # of NaN too, where the scale is 0
+            encode = pm.regular_reciprocal(product)
+            if not RULE.eden:  # whose scales are 2^-9 at least
+                encode = tl.minimum(encode, LIMIT)  # of NaN too, where the scale is 0
         else:
             encode = tl.minimum(pm.reciprocal(product), LIMIT)
         return encode
@@ -454,9 +457,13 @@ def quantize_block(
     code, encode, poison, rounded = scale_of_block(xs, signs, block_amax, factors, constants, RULE, AXIS, APART)
     if (RULE.drawn or len(rounded) > 0) and signs is None:
         signs = upper_halves(xs)
+    # Words of two bf16 hold what is quantized, and no conversion to E2M1 takes fp32 instead.
+    if RULE.eden and (RULE.packed or RULE.norm != 0.0) and has_ptx() and RULE.hardware < E2M1_CAPABILITY:
+        scale, largest = pm.e4m3_positive(code), tl.where(factors.poison, pm.INF, block_amax)
+        low, high, code = eden.projected_block(signs, largest, encode, scale, random[0], APART)
+        return low.to(tl.int64) | (high.to(tl.int64) << 32), code.to(tl.uint8)
     if RULE.eden:
-        words, squares, products = eden.projected_codes(xs, signs, encode, RULE, APART)
-        low, high = words
+        low, high, squares, products = eden.projected_codes(xs, signs, encode, RULE, APART)
         code = eden.stored_code(pm.e4m3_positive(code), squares, products, random[0])
         low, high = low.to(tl.int64), high.to(tl.int64)
     elif len(rounded) > 0:

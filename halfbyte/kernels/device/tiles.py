@@ -360,6 +360,10 @@ def quantize_col_tile(
         )
     elif loaded is None:
         loaded = load_col_pairs(x, i_group, i_col, RULE, N, C)
+    flipped: tl.constexpr = RULE.packed and RULE.fresh
+    if flipped:
+        words = philox.sign_words(philox.draw_words(out.to.sign_ptr, out.places.sign_stream))
+        loaded = rotate.flip_rows(loaded, words)
     if factors is None:
         factors = sc.operand_factors(out.to.amax_ptr, out.constants, RULE)
     if RULE.drawn and draw is None:
@@ -375,7 +379,9 @@ def quantize_col_tile(
         if RULE.packed:
             pairs = pm.nth(loaded, k // 2)
             xs = pm.unpack_halves(pairs, k % 2 == 1)
-        if RULE.norm != 0.0:
+        if flipped:
+            xs = rotate.rotate(xs, RULE, (), RULE.apart)
+        elif RULE.norm != 0.0:
             xs = rotate_group(xs, out.to.sign_ptr, out.places.sign_stream, x.ptr.dtype.element_ty == tl.bfloat16, RULE)
         elif RULE.packed:
             if k % 2 == 0:

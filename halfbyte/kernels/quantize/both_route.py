@@ -205,6 +205,8 @@ def widened(tile: PairTile, row: sc.Rule, col: sc.Rule, cols: int) -> PairTile:
 
 
 QUICK_REGISTERS = {2: 80, 3: 96, 4: 96}  # by most candidates, where both try some: unasked it gives 72, and spills
+EDEN_TILE, EDEN_REGISTERS = PairTile(64, 128, 4, 2), 72  # of large codes of MS-EDEN; unasked it gives 80
+EDEN_VALUES = 1 << 26  # from how many on that is faster; at a quarter of it 3 % slower, at a sixteenth 48
 LOOPS = ((8192, 2),)
 """(from how many tiles on, tiles of one program at most), where both draw: codes, or values made at once."""
 
@@ -218,6 +220,14 @@ def loop_of(loops: tuple[tuple[int, int], ...], rules: Sequence[sc.Rule | None],
     return next(loop for loop in range(most, 0, -1) if col_tiles % loop == 0)
 
 
+def _are_large_eden(row: sc.Rule, col: sc.Rule, x: Tensor, swizzled: bool) -> bool:
+    """Say whether MS-EDEN's codes of x are best made in `EDEN_TILE`, whole: rows not rotated, columns by 16 at most."""
+    rows, cols = x.shape
+    whole = rows % EDEN_TILE.rows == 0 == cols % EDEN_TILE.cols and not swizzled and not row.norm
+    plain = all(r.eden and r.packed and not (r.decoded or r.row_amax) and r.group == 16 for r in (row, col))
+    return whole and plain and x.numel() >= EDEN_VALUES
+
+
 def _both(pair: Pair) -> Choice:
     x, hardware = pair.x, sc.hardware_of(pair.x.device)
     sides = pair.apart
@@ -229,7 +239,11 @@ def _both(pair: Pair) -> Choice:
     row, col = with_quick_errors(*pair.with_values(row, col), x)
     # Codes that are judged by quick errors want the lanes and tiles of codes without candidates.
     timed = [replace(r, candidates=()) if r.errors == "quick" and not r.values else r for r in (row, col)]
-    tile = tile_for(row, col) if swizzled else widened(tile_for(row, col), *timed, x.shape[1])
+    tile, eden = tile_for(row, col), _are_large_eden(row, col, x, swizzled)
+    if eden:
+        tile = EDEN_TILE
+    elif not swizzled:
+        tile = widened(tile, *timed, x.shape[1])
     # Swizzled scales have padding that is zeroed: up to 128 rows, or four blocks of at most 32.
     rows, cols = (round_up(n, SWIZZLE_ROWS) if swizzled else n for n in x.shape)
     whole = (tile.rows, tile.cols // row.group), (tile.cols, tile.rows // col.group)
@@ -240,7 +254,7 @@ def _both(pair: Pair) -> Choice:
     row, col = (replace(rule, full=full, words=tile.words) for rule in (row, col))
     timed = [replace(rule, full=full) for rule in timed]
     row_along, along = row_runs_along(*timed) and not swizzled, runs_along(*timed) and not swizzled
-    row, col = replace(row, along=row_along), replace(col, along=along)
+    row, col = replace(row, along=row_along or eden), replace(col, along=along or eden)
     col_tiles, row_tiles = ceil_div(cols, tile.cols), ceil_div(rows, tile.rows)
     loop = loop_of(LOOPS, (row, col), row_tiles, col_tiles)
     beside = col_tiles // loop
@@ -249,6 +263,8 @@ def _both(pair: Pair) -> Choice:
     constants["TURNS"] = tile.rows * tile.cols // (16 * 32 * tile.num_warps) if quick and not col.values else 0
     if quick and row.candidates and col.candidates and target_of(x.device).ptx:
         constants["maxnreg"] = QUICK_REGISTERS[max(len(row.candidates), len(col.candidates))]
+    elif eden and target_of(x.device).ptx:
+        constants["maxnreg"] = EDEN_REGISTERS
     return Choice("quantize_row_col_kernel", (row_tiles * beside,), constants | {"num_warps": tile.num_warps}, beside)
 
 

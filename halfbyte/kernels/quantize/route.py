@@ -139,13 +139,14 @@ ROW_TILES = {
 }
 ROTATED_TILE = LineTile(1, 128, 2, loop=4)
 MXFP8_TILE = LineTile(1, 128, 4)
-STOCHASTIC_TILE = LineTile(1, 128, 2)
+STOCHASTIC_TILE, EDEN_TILE = LineTile(1, 128, 2), LineTile(1, 256, 2)
 CANDIDATE_TILE = LineTile(1, 128, 4, loop=4)
 SQUARE_TILE = LineTile(16, 16, 4)
 CANDIDATE_SQUARE_TILE, QUICK_SQUARE_TILE = LineTile(16, 4, 2, loop=8), LineTile(16, 2, 1, loop=4)
 TILE_REGISTERS = 72  # of quick errors in tiles: 28 warps; unasked the compiler computes much anew to stay with 64
 WAVE = 32  # programs of one warp that a multiprocessor takes at most
 LEAST_WAVES = 3  # with fewer, the code that is read first takes longer than shorter programs save
+EDEN_BLOCKS = 1 << 22  # from how many on programs of twice as many are faster: 7 %; at a quarter of it 2 % slower
 LOOP_PROGRAMS = 16  # of a multiprocessor: with fewer, programs that go through several tiles leave it waiting
 QUICK_BLOCKS = {2: 1 << 16, 3: 0, MOST_CANDIDATES: 0}  # candidates: from how many blocks on `quick_errors` are faster
 QUICK_TILE_BLOCKS = {3: 1 << 18, MOST_CANDIDATES: 1 << 18}  # of 16x16 tiles, and with swizzled scales
@@ -190,6 +191,8 @@ def _row_tile(lines: Lines, groups: int, rule: sc.Rule, interpreted: bool) -> Li
         best = SWIZZLED_TILE
     elif rule.element:
         best = MXFP8_TILE
+    elif rule.eden and rule.group == 16 and groups * lines.x.shape[0] >= EDEN_BLOCKS:
+        best = EDEN_TILE
     elif rule.drawn and rule.group == 16:
         best = STOCHASTIC_TILE
     elif rule.candidates:
