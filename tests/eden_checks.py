@@ -83,7 +83,7 @@ def projected_block_test_kernel(
     i = tl.arange(0, COUNT)
     pairs = ()
     for k in tl.static_range(8):
-        pairs = pairs + (tl.load(pairs_ptr + i * 8 + k).to(tl.uint32, bitcast=True),)
+        pairs = pairs + (tl.load(pairs_ptr + i * 8 + k).to(tl.uint32, bitcast=True),)  # noqa: RUF005  # Triton has no *
     largest, encode, scale = tl.load(largest_ptr + i), tl.load(encode_ptr + i), tl.load(scale_ptr + i)
     word = tl.load(word_ptr + i).to(tl.uint32)
     low, high, code = eden.projected_block(pairs, largest, encode, scale, word, APART)
@@ -118,19 +118,16 @@ def sums_of(blocks: Blocks) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
 def near_thresholds(x: np.ndarray, encode: np.ndarray, scale: np.ndarray, random: np.random.Generator) -> Blocks:
     """Return five of each block, with draws beside the threshold of its scale, the least and the largest."""
     _, squares, products = sums_of(Blocks(x, encode, scale, scale))
-    words = []
+    last, words = (1 << 24) - 1, []
     for one in zip(scale, squares, products, strict=True):
-        low, high = 0, (1 << 24) - 1  # the largest draw that rounds up, by halving
+        low, high = 0, last  # the largest draw that rounds up, by halving
         up = code_of_the_definition(*map(float, one), 0)
         while low < high:
             middle = (low + high + 1) // 2
-            low, high = (
-                (middle, high) if code_of_the_definition(*map(float, one), middle << 8) == up else (low, middle - 1)
-            )
-        words.append(
-            [(u << 8) + int(random.integers(256)) for u in (low, min(low + 1, (1 << 24) - 1), max(low - 1, 0))]
-        )
-        words[-1] += [0, 0xFFFFFFFF]
+            is_up = code_of_the_definition(*map(float, one), middle << 8) == up
+            low, high = (middle, high) if is_up else (low, middle - 1)
+        draws = low, min(low + 1, last), max(low - 1, 0), 0, last
+        words.append([(u << 8) + int(random.integers(256)) for u in draws])
     return Blocks(*(np.repeat(part, 5, axis=0) for part in (x, encode, scale)), np.array(words).ravel())
 
 

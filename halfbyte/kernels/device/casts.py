@@ -184,8 +184,8 @@ def nearest_value(a):
 def rounded_value(a, UNIT: tl.constexpr):
     """Return `nearest_value` of what rounds to a code of E2M1; both times UNIT, a power of two.
 
-    The last bit of 2^22 times a number of a's binade is half the binade, the distance of E2M1 values there. What a itself
-    has behind its first bits is taken off again; from 1.25 on, as below a power of two the last bit is half of it.
+    The last bit of 2^22 times a number of a's binade is half the binade, the distance of E2M1 values there. What a has
+    behind its first bits is taken off again; from 1.25 on, as below a power of two the last bit is half of it.
     """
     m = tl.maximum(a, 1.25 * UNIT)
     return tl.fma(m, 4194304.0, tl.fma(m, -4194304.0, a))

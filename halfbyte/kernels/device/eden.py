@@ -36,8 +36,8 @@ CORRECTED = (
 def _block(apart: bool) -> str:
     """Return PTX that leaves in $0, $1 the codes of 16 elements, and in $2 that of their corrected scale.
 
-    $3 to $10: words of two elements, neighbours or, `apart`, two apart. $11: the largest of them, Inf or NaN where codes
-    are 0 and the scale NaN. $12: encode. $13: the scale. $14: a random word.
+    $3 to $10: words of two elements, neighbours or, `apart`, two apart. $11: the largest of them, Inf or NaN where
+    codes are 0 and the scale NaN. $12: encode. $13: the scale. $14: a random word.
 
     What is said twice is for warps of which a y reaches 7, so that it has to be held at 6, or a scale lies below 2^-5:
     corrected it may be subnormal, or a block have no code but 0. Nowhere else the sum of y * q is 0. Where a y is 2^47

@@ -34,7 +34,7 @@ def flip_pairs(pairs, words):
 
 @triton.jit
 def flip_rows(rows, words):
-    """Multiply groups along columns by fresh Hadamard signs, the bits of `words`; rows: tuples of words of two columns."""
+    """Multiply groups along columns by fresh signs, the bits of `words`; rows: tuples of words of two columns."""
     out = ()
     for i in tl.static_range(len(rows)):
         if i % 32 == 0:
