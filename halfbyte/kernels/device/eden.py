@@ -129,7 +129,8 @@ def projected_codes(xs, signs, encode, RULE: tl.constexpr, APART: tl.constexpr):
             words = words + (joined_word(codes, pm.part(signs, start // 2, 4), APART),)
         else:
             words = words + (pm.pack_word(xs, start, codes),)
-    return words[0], words[1], squares, products
+    low, high = words
+    return low, high, squares, products
 
 
 @triton.jit

@@ -205,7 +205,7 @@ def widened(tile: PairTile, row: sc.Rule, col: sc.Rule, cols: int) -> PairTile:
 
 
 QUICK_REGISTERS = {2: 80, 3: 96, 4: 96}  # by most candidates, where both try some: unasked it gives 72, and spills
-EDEN_TILE, EDEN_REGISTERS = PairTile(64, 128, 4, 2), 72  # of large codes of MS-EDEN; unasked it gives 80
+EDEN_PAIR_TILE, EDEN_PAIR_REGISTERS = PairTile(64, 128, 4, 2), 72  # of large MS-EDEN codes; unasked it gives 80
 EDEN_VALUES = 1 << 26  # from how many on that is faster; at a quarter of it 3 % slower, at a sixteenth 48
 LOOPS = ((8192, 2),)
 """(from how many tiles on, tiles of one program at most), where both draw: codes, or values made at once."""
@@ -221,9 +221,9 @@ def loop_of(loops: tuple[tuple[int, int], ...], rules: Sequence[sc.Rule | None],
 
 
 def _are_large_eden(row: sc.Rule, col: sc.Rule, x: Tensor, swizzled: bool) -> bool:
-    """Say whether MS-EDEN's codes of x are best made in `EDEN_TILE`, whole: rows not rotated, columns by 16 at most."""
+    """Say whether MS-EDEN's codes of x are best made in `EDEN_PAIR_TILE`, whole: rows not rotated, columns by 16 at most."""
     rows, cols = x.shape
-    whole = rows % EDEN_TILE.rows == 0 == cols % EDEN_TILE.cols and not swizzled and not row.norm
+    whole = rows % EDEN_PAIR_TILE.rows == 0 == cols % EDEN_PAIR_TILE.cols and not swizzled and not row.norm
     plain = all(r.eden and r.packed and not (r.decoded or r.row_amax) and r.group == 16 for r in (row, col))
     # With conversions to E2M1 another code fills more registers.
     return whole and plain and x.numel() >= EDEN_VALUES and not target_of(x.device).e2m1
@@ -242,7 +242,7 @@ def _both(pair: Pair) -> Choice:
     timed = [replace(r, candidates=()) if r.errors == "quick" and not r.values else r for r in (row, col)]
     tile, eden = tile_for(row, col), _are_large_eden(row, col, x, swizzled)
     if eden:
-        tile = EDEN_TILE
+        tile = EDEN_PAIR_TILE
     elif not swizzled:
         tile = widened(tile, *timed, x.shape[1])
     # Swizzled scales have padding that is zeroed: up to 128 rows, or four blocks of at most 32.
@@ -265,7 +265,7 @@ def _both(pair: Pair) -> Choice:
     if quick and row.candidates and col.candidates and target_of(x.device).ptx:
         constants["maxnreg"] = QUICK_REGISTERS[max(len(row.candidates), len(col.candidates))]
     elif eden and target_of(x.device).ptx:
-        constants["maxnreg"] = EDEN_REGISTERS
+        constants["maxnreg"] = EDEN_PAIR_REGISTERS
     return Choice("quantize_row_col_kernel", (row_tiles * beside,), constants | {"num_warps": tile.num_warps}, beside)
 
 
