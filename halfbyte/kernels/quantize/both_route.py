@@ -205,7 +205,8 @@ def widened(tile: PairTile, row: sc.Rule, col: sc.Rule, cols: int) -> PairTile:
 
 
 QUICK_REGISTERS = {2: 80, 3: 96, 4: 96}  # by most candidates, where both try some: unasked it gives 72, and spills
-EDEN_PAIR_TILE, EDEN_PAIR_REGISTERS = PairTile(64, 128, 4, 2), 72  # of large MS-EDEN codes; unasked it gives 80
+EDEN_PAIR_TILE = PairTile(64, 128, 4, 2)
+EDEN_PAIR_REGISTERS = 72  # 28 warps; unasked it gives 80
 EDEN_VALUES = 1 << 26  # from how many on that is faster; at a quarter of it 3 % slower, at a sixteenth 48
 LOOPS = ((8192, 2),)
 """(from how many tiles on, tiles of one program at most), where both draw: codes, or values made at once."""
@@ -221,7 +222,7 @@ def loop_of(loops: tuple[tuple[int, int], ...], rules: Sequence[sc.Rule | None],
 
 
 def _are_large_eden(row: sc.Rule, col: sc.Rule, x: Tensor, swizzled: bool) -> bool:
-    """Say whether MS-EDEN's codes of x are best made in `EDEN_PAIR_TILE`, whole: rows not rotated, columns by 16 at most."""
+    """Say whether MS-EDEN of x is best made in whole `EDEN_PAIR_TILE`s: rows not rotated, columns by 16 at most."""
     rows, cols = x.shape
     whole = rows % EDEN_PAIR_TILE.rows == 0 == cols % EDEN_PAIR_TILE.cols and not swizzled and not row.norm
     plain = all(r.eden and r.packed and not (r.decoded or r.row_amax) and r.group == 16 for r in (row, col))
