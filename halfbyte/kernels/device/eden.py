@@ -129,8 +129,7 @@ def projected_codes(xs, signs, encode, RULE: tl.constexpr, APART: tl.constexpr):
             words = words + (joined_word(codes, pm.part(signs, start // 2, 4), APART),)
         else:
             words = words + (pm.pack_word(xs, start, codes),)
-    low, high = words
-    return low, high, squares, products
+    return words, squares, products
 
 
 @triton.jit

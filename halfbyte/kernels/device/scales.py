@@ -463,7 +463,8 @@ def quantize_block(
         low, high, code = eden.projected_block(signs, largest, encode, scale, random[0], APART)
         return low.to(tl.int64) | (high.to(tl.int64) << 32), code.to(tl.uint8)
     if RULE.eden:
-        low, high, squares, products = eden.projected_codes(xs, signs, encode, RULE, APART)
+        words, squares, products = eden.projected_codes(xs, signs, encode, RULE, APART)
+        low, high = words
         code = eden.stored_code(pm.e4m3_positive(code), squares, products, random[0])
         low, high = low.to(tl.int64), high.to(tl.int64)
     elif len(rounded) > 0:
