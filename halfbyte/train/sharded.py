@@ -13,6 +13,7 @@ import os
 import pickle
 import warnings
 from collections.abc import Callable, Iterator
+from enum import EnumType
 from pathlib import Path
 from typing import Any
 
@@ -65,8 +66,17 @@ class _Writer(dcp.FileSystemWriter):
             super().finish(metadata, results)
 
 
+def _member(owner: Any, name: str) -> Any:
+    """Return a member of an enumeration: some releases of Python 3.11 pickle it as a call of getattr."""
+    if not isinstance(owner, EnumType) or name not in owner.__members__:
+        raise pickle.UnpicklingError(f"getattr of {owner!r} and {name!r} is in it, which no checkpoint needs")
+    return owner[name]
+
+
 class _Unpickler(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
+        if (module, name) == ("builtins", "getattr"):
+            return _member
         is_dtype = module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
         if not is_dtype and name not in IN_METADATA.get(module, ()):
             raise pickle.UnpicklingError(f"{module}.{name} is in it, which no checkpoint needs")
