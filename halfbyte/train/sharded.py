@@ -13,7 +13,7 @@ import os
 import pickle
 import warnings
 from collections.abc import Callable, Iterator
-from enum import EnumType
+from enum import Enum
 from pathlib import Path
 from typing import Any
 
@@ -68,7 +68,7 @@ class _Writer(dcp.FileSystemWriter):
 
 def _member(owner: Any, name: str) -> Any:
     """Return a member of an enumeration: some releases of Python 3.11 pickle it as a call of getattr."""
-    if not isinstance(owner, EnumType) or name not in owner.__members__:
+    if not (isinstance(owner, type) and issubclass(owner, Enum)) or name not in owner.__members__:
         raise pickle.UnpicklingError(f"getattr of {owner!r} and {name!r} is in it, which no checkpoint needs")
     return owner[name]
 
