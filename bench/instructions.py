@@ -235,7 +235,9 @@ def _is_last(lines: Sequence[str], i: int, places: Mapping[str, int], left: Mapp
 
 
 def _is_repeated(lines: Sequence[str]) -> bool:
-    """Whether these hold a whole loop: the candidates of a block whose quick errors lie too close."""
+    """Whether these hold a whole loop and go on: the candidates of a block whose quick errors lie too close."""
+    if "EXIT" in lines:
+        return False
     starts = {line for line in lines if line.startswith(".L_x_")}
     jumps = ((i, JUMP.match(line)) for i, line in enumerate(lines))
     loops = ((lines.index(jump["label"]), i) for i, jump in jumps if jump and jump["label"] in starts)

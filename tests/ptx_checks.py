@@ -79,8 +79,10 @@ LOOPS = ((1, 4),)  # in cases of that name: a program has four tiles, as those o
 CASES = tuple(
     [f"{name}{how}" for name in SPECS for how in ("", "/turned")]
     + [f"{n}{how}" for n in PAIRS for how in TRANSIENT]
-    + [*GROUPED, *LARGE, "gradient/loops", "sums", "logits", "row", "near", "eden_scales"]
+    + [*GROUPED, *LARGE, "gradient/loops", "gradient/places", "sums", "logits", "row", "near", "eden_scales"]
 )
+PLACES = (9, 2**32 - 3000, 2**32, 2**40 + 5)
+"""Of an operand's first block among random numbers, in cases of that name: counters whose second word changes."""
 SHAPES = {"whole": (128, 256), "ragged": (133, 248), "odd": (37, 90)}
 SIZES = (70, 0, 64, 1, 40)  # of groups, with 23 rows behind the last
 AMAXES = (None, 1e-3, 1e3, 0.0, 3e38, 1e-38, float("inf"), float("nan"))
@@ -207,6 +209,22 @@ def pair(specs: tuple, transient: tuple[bool, bool], target: str) -> Iterator[st
                 yield f"{name}, {way}: {wrong if kernels else 'no kernel was launched'}"
 
 
+def places(specs: tuple, target: str) -> Iterator[str]:
+    """Yield what differs, of both orientations whose random numbers begin at each of `PLACES`."""
+    x = matrix(SHAPES["whole"])
+    drawn = both_sides(*specs, draw=hb.Philox(7, 11).on(x.device))
+    for place in PLACES:
+        sides = [side._replace(draw=side.draw._replace(first_block=place)) for side in drawn]
+        expected = [ops.quantize(m, side, backend="reference") for m, side in zip((x, x.T), sides, strict=True)]
+        given = [side._replace(amax=blocks.amax) for side, blocks in zip(sides, expected, strict=True)]
+        with emulated(TARGETS[target]) as kernels:
+            actual = backend.quantize_row_col(x, *given)
+        for way, got, want in zip(("row", "col"), actual, expected, strict=True):
+            wrong = sum(differ(a, b) for a, b in zip(got[:2], want[:2], strict=True))
+            if wrong or not kernels:
+                yield f"from block {place}, {way}: {wrong if kernels else 'no kernel was launched'}"
+
+
 def groups(specs: tuple, target: str) -> Iterator[str]:
     """Yield what differs, of both orientations of tokens in groups."""
     offsets = torch.tensor(SIZES).cumsum(0).to(torch.int32)
@@ -302,6 +320,8 @@ def check(case: str, target: str) -> list[str]:
         return list(eden_scales(target))
     if case in LARGE:
         both_route.EDEN_VALUES = one_route.EDEN_BLOCKS = 0
+    if how == "places":
+        return list(places(PAIRS[name], target))
     if case.endswith("/loops"):
         both_route.LOOPS = grouped_route.LOOPS = LOOPS
     if case in GROUPED:

@@ -57,6 +57,11 @@ class Target:
         return self.backend == CUDA
 
     @property
+    def level(self) -> int:
+        """Up to which capability kernels use what it has: 100 with E2M1, 90 with `pdl`, 89 with FP8, else 0."""
+        return 100 if self.e2m1 else 90 if self.pdl else 89 if self.fp8 else 0
+
+    @property
     def interpreter(self) -> bool:
         """Whether operations are computed one by one on the host, which makes large tiles the fast ones."""
         return self.backend == NOTHING

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import halfbyte as hb
-from halfbyte.kernels.device import hardware_cast, scales
+from halfbyte.kernels.device import hardware_cast
 from halfbyte.kernels.target import INTERPRETER, amd, nvidia
 from halfbyte.verify import casts, record
 
@@ -66,8 +66,8 @@ def test_a_gpu_without_one_says_so(monkeypatch):
 
 @pytest.mark.parametrize(("capability", "level"), [(80, 0), (86, 0), (89, 89), (90, 90), (100, 100), (120, 100)])
 def test_levels(capability, level):
-    assert scales.hardware_level(nvidia(capability, 8)) == level
+    assert nvidia(capability, 8).level == level
 
 
 def test_no_level_elsewhere():
-    assert [scales.hardware_level(target) for target in (amd("gfx950", 8), INTERPRETER)] == [0, 0]
+    assert [target.level for target in (amd("gfx950", 8), INTERPRETER)] == [0, 0]

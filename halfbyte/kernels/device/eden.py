@@ -44,9 +44,10 @@ def _block(apart: bool) -> str:
     or more, the sum of squares or what is divided is Inf or NaN, or the scale is beyond the last one.
     """
     text = (
-        "{.reg .pred some, not; .reg .f32 y, m, t, squares, products, r, e, q<16>;"
-        ".reg .b32 w, s, unit, a, b, even, odd, h<4>; mov.b32 unit, 0x04000400;"
-        "mul.rn.f32 y, $11, $12; setp.geu.f32 some, y, 0f40E00000; setp.lt.or.f32 some, $13, 0f3D000000, some;"
+        "{.reg .pred some, not; .reg .f32 y, m, t, squares, products, encode, r, e, q<16>;"
+        ".reg .b32 w, s, one, z, a, b, even, odd, h<4>; .reg .b16 low, high; mul.rn.f32 encode, $12, 0f38800000;"
+        "mov.u32 one, %ctaid.z; add.u32 one, one, 0x3F800000; mov.b32 z, 0;"
+        "mul.rn.f32 y, $11, encode; setp.geu.f32 some, y, 0f39E00000; setp.lt.or.f32 some, $13, 0f3D000000, some;"
         "vote.sync.any.pred some, some, -1; @!some bra $$L_plain_${:uid};"
     )
     for held in (True, False):
@@ -65,10 +66,11 @@ def _block(apart: bool) -> str:
 def _element(i: int, apart: bool, held: bool) -> str:
     """Return PTX that adds element i to the sums, and behind every eighth one joins a word of codes."""
     word, upper = (i // 4 * 2 + i % 2, i % 4 > 1) if apart else (i // 2, i % 2 == 1)
-    text = f"and.b32 w, ${word + 3}, 0xFFFF0000;" if upper else f"shl.b32 w, ${word + 3}, 16;"
-    text += "mov.b32 y, w; abs.f32 y, y; mul.rn.f32 y, y, $12;"
-    text += "min.f32 t, y, 0f40C00000;" if held else "mov.f32 t, y;"
-    text += f"max.f32 m, t, 0f3FA00000; fma.rn.f32 q{i}, m, 0fCA800000, t; fma.rn.f32 q{i}, m, 0f4A800000, q{i};"
+    half = "high" if upper else "low"
+    text = f"mov.b32 {{low, high}}, ${word + 3}; mov.b32 w, {{{half}, {half}}}; fma.rn.bf16x2 w, w, one, z;"
+    text += "mov.b32 y, w; abs.f32 y, y; mul.rn.f32 y, y, encode;"
+    text += "min.f32 t, y, 0f39C00000;" if held else "mov.f32 t, y;"
+    text += f"max.f32 m, t, 0f38A00000; fma.rn.f32 q{i}, m, 0fCA800000, t; fma.rn.f32 q{i}, m, 0f4A800000, q{i};"
     if i == 0:
         text += "mul.rn.f32 squares, y, y; mul.rn.f32 products, y, q0;"
     else:
@@ -76,7 +78,7 @@ def _element(i: int, apart: bool, held: bool) -> str:
         text += f"mul.rn.f32 t, y, q{i}; add.rn.f32 products, products, t;"
     if i % 4 > 1:
         pair = f"h{i % 8 // 4 * 2 + i % 2}"
-        text += f"cvt.rn.f16x2.f32 {pair}, q{i}, q{i - 2}; mul.rn.f16x2 {pair}, {pair}, unit;"
+        text += f"cvt.rn.f16x2.f32 {pair}, q{i}, q{i - 2};"
     if i % 8 == 7:
         text += "prmt.b32 even, h0, h2, 0x7531; prmt.b32 odd, h1, h3, 0x7531; shr.u32 even, even, 1;"
         text += "mad.lo.u32 w, odd, 8, even;"

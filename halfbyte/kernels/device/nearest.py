@@ -12,6 +12,7 @@ import triton.language as tl
 from halfbyte.kernels.device import casts as pm
 from halfbyte.kernels.device.e2m1_values import SAME_PAIR
 from halfbyte.kernels.device.stochastic import JOIN_SIGNS
+from halfbyte.kernels.device.unpacking import numbers_of_pairs
 
 # 8 pairs $0 to $7; where a largest value of the warp, $17, reaches 7, they are held below $16 times 6, a limit from
 # 6 / FLT_MAX on: where a scale is so small that encode is FLT_MAX.
@@ -169,9 +170,9 @@ def with_signs(word, signs, APART: tl.constexpr):
 
 
 @triton.jit
-def nearest_numbers(pairs, encode):
+def nearest_numbers(pairs, encode, RULE: tl.constexpr):
     """Return what 16 values of `bf16_pairs` times encode round to, as `bf16_pairs` without signs."""
-    xs = pm.unpack_pairs(pairs, 0, 16)
+    xs = numbers_of_pairs(pairs, 0, 16, RULE)
     qs = ()
     for i in tl.static_range(16):
         qs = qs + (pm.rounded_value(pm.scaled_magnitude(xs[i], encode), 1.0),)

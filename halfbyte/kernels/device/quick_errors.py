@@ -27,6 +27,7 @@ from halfbyte.kernels.device import casts as pm
 from halfbyte.kernels.device import near_errors as near
 from halfbyte.kernels.device.near_errors import NO_BOUND, NO_ERROR
 from halfbyte.kernels.device.ptx import has_ptx
+from halfbyte.kernels.device.unpacking import times
 
 UNIT = tl.constexpr(2.0**-126)
 RAISED = tl.constexpr(2.0**126)
@@ -42,11 +43,6 @@ CODE_RELATIVE = tl.constexpr(2.0**-15)
 # Below, squares that section 5 adds may underflow; above 2^60 (`Factors.regular`) they may overflow.
 LEAST_AMAX = tl.constexpr(2.0**-44)
 
-# A pair of bf16 times a pair of powers of two; the second without signs.
-SHIFTED, SHIFTED_MAGNITUDES = (
-    tl.constexpr(f"{{.reg .b32 p, z; mov.b32 z, 0x80008000; {first} fma.rn.bf16x2 $0, p, $2, z;}}")
-    for first in ("mov.b32 p, $1;", "and.b32 p, $1, 0x7FFF7FFF;")
-)
 SAME_PAIR = tl.constexpr("cvt.rn.bf16x2.f32 $0, $1, $1;")
 ERROR_WITH_CODE = tl.constexpr("lop3.b32 $0, $1, 0xFFFFFF80, $2, 0xEA;")
 
@@ -99,14 +95,12 @@ def values_shifted_by(pairs, both, SIGNED: tl.constexpr):
     """Return `shifted_values`; both: of `shift_pair`."""
     if not has_ptx():
         return shifted_values(pairs, (both & 0xFFFF0000).to(tl.float32, bitcast=True), SIGNED)
-    words = ()
-    for i in tl.static_range(8):
-        pair, power = tl.broadcast(pairs[i], both)
-        word = tl.inline_asm_elementwise(
-            SHIFTED if SIGNED else SHIFTED_MAGNITUDES, "=r,r,r", [pair, power], dtype=tl.uint32, is_pure=True, pack=1
-        )
-        words = words + (word,)
-    return pm.unpack_pairs(words, 0, 16)
+    power = both & 0xFFFF0000
+    values = ()
+    for i in tl.static_range(16):
+        value = times(pairs[i // 2], power, i % 2 == 1)
+        values = values + (value if SIGNED else tl.abs(value),)
+    return values
 
 
 @triton.jit

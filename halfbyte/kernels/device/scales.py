@@ -33,7 +33,8 @@ from halfbyte.kernels.device.ptx import has_ptx
 from halfbyte.kernels.device.quick_errors import quick_choice
 from halfbyte.kernels.device.quick_tiles import tile_choice
 from halfbyte.kernels.device.stochastic import stochastic_word, upper_halves
-from halfbyte.kernels.target import Target, target_of
+from halfbyte.kernels.device.unpacking import numbers_of_pairs
+from halfbyte.kernels.target import target_of
 from halfbyte.rng import given_sign_bits
 from halfbyte.spec import MXFP8, Eden, FourOverSix, Spec
 
@@ -54,7 +55,7 @@ class Rule:  # no NamedTuple: Triton from 3.8 on takes those apart
     eden: MS-EDEN corrects the scale.
     drawn: every block draws random words, for its elements or, with eden, for its scale.
     hardware: 0, or from which capability on there is what the target has: 89 conversions to FP8, 90 launches that
-        overlap (`overlap`), 100 conversions to E2M1 (`hardware_level`).
+        overlap (`overlap`), 100 conversions to E2M1 (`Target.level`).
     element: "e4m3" or "e5m2" for MXFP8, whose other fields but group do not count; empty for NVFP4.
     decoded: store element * block_scale in bf16 instead of codes and scales.
     values: of a packed x that is stored decoded: no codes are packed on the way. Where blocks lie along columns, what
@@ -65,6 +66,7 @@ class Rule:  # no NamedTuple: Triton from 3.8 on takes those apart
     along: in tiles of several rows, lanes lie along the rows of x and of the operand when it is read and stored.
     clamped: of a packed x, with full: only rows may be missing, and the operand's storage has room for what they give.
         Row blocks repeat the last row, bit for bit; column blocks read zeros.
+    multiplied: pairs are unpacked by products (`unpacking`), where signs are not those of what is unpacked.
     """
 
     rounding: str
@@ -89,6 +91,7 @@ class Rule:  # no NamedTuple: Triton from 3.8 on takes those apart
     signs: int = 0
     values: bool = False
     paired: bool = False
+    multiplied: bool = False
 
     @property
     def below(self) -> int:
@@ -141,14 +144,9 @@ class Factors(NamedTuple):
 SIXTH = tl.constexpr(f32(1 / E2M1.max))
 
 
-def hardware_level(target: Target) -> int:
-    """Return `Rule.hardware` for a target."""
-    return 100 if target.e2m1 else 90 if target.pdl else 89 if target.fp8 else 0
-
-
 def hardware_of(device: torch.device) -> int:
     """Return `Rule.hardware` of a device: what it converts to in hardware; nothing in Triton's interpreter."""
-    return hardware_level(target_of(device))
+    return target_of(device).level
 
 
 def rule_of(spec: Spec, hardware: int) -> Rule:
@@ -475,7 +473,7 @@ def quantize_block(
         if RULE.joined and signs is not None:
             unit = pm.e4m3_positive(code) * factors.decode
             signs = within_codes(signs, block_amax * encode, unit, RULE.errors != "quick")
-            xs = pm.unpack_pairs(signs, 0, 16)
+            xs = numbers_of_pairs(signs, 0, 16, RULE)
             if APART:
                 xs = rotate.apart(xs)
         low = pack_codes(xs, signs, 0, encode, random, RULE, APART).to(tl.int64)
@@ -494,6 +492,6 @@ def block_values(xs, block_amax, factors, constants, random, RULE: tl.constexpr,
         if len(rounded) == 0:
             unit = pm.e4m3_positive(code) * factors.decode
             signs = within_codes(signs, block_amax * encode, unit, RULE.errors != "quick")
-            rounded = nearest_numbers(signs, encode)
+            rounded = nearest_numbers(signs, encode, RULE)
         return signed_values(rounded, signs, scale)
     return value_pairs(xs, signs, encode, scale, random, RULE.rounding == "stochastic")

@@ -28,6 +28,7 @@ from halfbyte.kernels.device.loads import (
 )
 from halfbyte.kernels.device.mxfp8 import quantize_mxfp8_block
 from halfbyte.kernels.device.ptx import has_ptx
+from halfbyte.kernels.device.unpacking import numbers_of_halves, numbers_of_pairs
 
 
 @triton.jit
@@ -57,7 +58,7 @@ def rotate_group(xs, sign_ptr, sign_stream, NARROW: tl.constexpr, RULE: tl.const
 def rotate_packed_group(pairs, sign_ptr, sign_stream, RULE: tl.constexpr):
     """Rotate groups of a packed x whose signs are drawn: return `bf16_pairs`."""
     pairs = rotate.flip_pairs(pairs, own_sign_words(pairs[0], sign_ptr, sign_stream, RULE))
-    return rotate.rotate(pm.unpack_pairs(pairs, 0, RULE.group), RULE, (), RULE.apart)
+    return rotate.rotate(numbers_of_pairs(pairs, 0, RULE.group, RULE), RULE, (), RULE.apart)
 
 
 @triton.jit
@@ -171,7 +172,7 @@ def quantize_group(xs, amax, factors, constants, draw, block, RULE: tl.constexpr
             if RULE.norm != 0.0:
                 signs = pm.part(xs, g * 8, 8)
                 amax = pm.max_of_pairs(signs, RULE.hardware)
-                block_xs = pm.unpack_pairs(xs, g * 16, 16)
+                block_xs = numbers_of_pairs(xs, g * 16, 16, RULE)
                 if RULE.apart:
                     block_xs = rotate.apart(block_xs)
             if RULE.values:
@@ -279,7 +280,7 @@ def quantize_row_tile(
         factors = sc.operand_factors(out.to.amax_ptr, out.constants, RULE)
     xs = loaded
     if RULE.packed:
-        xs = pm.unpack_pairs(loaded, 0, RULE.group)
+        xs = numbers_of_pairs(loaded, 0, RULE.group, RULE)
     amax = None
     if RULE.fresh and RULE.packed:
         xs = rotate_packed_group(loaded, out.to.sign_ptr, out.places.sign_stream, RULE)
@@ -378,7 +379,10 @@ def quantize_col_tile(
         amax = None
         if RULE.packed:
             pairs = pm.nth(loaded, k // 2)
-            xs = pm.unpack_halves(pairs, k % 2 == 1)
+            if RULE.norm != 0.0:
+                xs = numbers_of_halves(pairs, k % 2 == 1, RULE)
+            else:  # the signs are those of xs
+                xs = pm.unpack_halves(pairs, k % 2 == 1)
         if flipped:
             xs = rotate.rotate(xs, RULE, (), RULE.apart)
         elif RULE.norm != 0.0:

@@ -9,6 +9,7 @@ from halfbyte.kernels.device import casts as pm
 from halfbyte.kernels.device import scales as sc
 from halfbyte.kernels.device import tiles
 from halfbyte.kernels.device.loads import block_address, load_col_pairs, masked_load
+from halfbyte.kernels.device.unpacking import numbers_of_pairs
 
 
 @triton.jit
@@ -21,7 +22,7 @@ def gather_row_tile(
         `gathered`, bytes of the scales of three tiles before, with those of this one.
     """
     amax = pm.max_of_pairs(loaded, RULE.hardware)
-    xs = pm.unpack_pairs(loaded, 0, 16)
+    xs = numbers_of_pairs(loaded, 0, 16, RULE)
     words, scales = tiles.quantize_group(xs, amax, factors, out.constants, None, 0, RULE, 0, loaded)
     line, block = tl.arange(0, R)[:, None], tl.arange(0, N)[None, :]
     tl.store(block_address(out.to.q_ptr, i_row, i_group, line, block, out.blocks), words[0])
@@ -66,7 +67,7 @@ def quantize_columns_in_turn(
             amax_of_col = masked_load(out.to.amax_ptr + col64, col64 < x.cols, RULE.full)
             factors = sc.tensor_factors(amax_of_col[None, :], out.constants, False)
         pairs = pm.pairs_of_half(loaded, k)
-        xs = pm.unpack_pairs(pairs, 0, 16)
+        xs = numbers_of_pairs(pairs, 0, 16, RULE)
         amax = None
         if RULE.norm != 0.0:
             xs = tiles.rotate_group(xs, out.to.sign_ptr, out.places.sign_stream, True, RULE)

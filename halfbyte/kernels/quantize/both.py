@@ -111,10 +111,16 @@ def quantize_row_col_kernel(
         elif ROW.along and LOOP == 1:
             loaded = read_row_tile(i_row, i_col // ROW.group, x, ROW, TR, TC // ROW.group)
         row_amax, col_amax = tl.load(row.to.amax_ptr), tl.load(col.to.amax_ptr)
-        if sc.is_regular(row_amax, row.constants) & sc.is_regular(col_amax, col.constants):
+        regular = sc.is_regular(row_amax, row.constants) & sc.is_regular(col_amax, col.constants)
+        low_row_draw, low_col_draw = row_draw, col_draw
+        if DRAWN:
+            regular &= philox.are_low(row.places.first_block, row.places.blocks_per_row, x.rows)
+            regular &= philox.are_low(col.places.first_block, col.places.blocks_per_row, x.cols)
+            low_row_draw, low_col_draw = philox.low_key(row_draw), philox.low_key(col_draw)
+        if regular:
             row_factors = sc.regular_factors(row_amax, row.constants)
             col_factors = sc.regular_factors(col_amax, col.constants)
-            of_row, of_col = (row_factors, loaded, row_draw), (col_factors, None, col_draw)
+            of_row, of_col = (row_factors, loaded, low_row_draw), (col_factors, None, low_col_draw)
             quantize_run(i_row, i_col, x, row, col, of_row, of_col, ROW, COL, SWIZZLED, TR, TC, LOOP)
         else:  # names of its own: a variable that both branches assign has one type
             row_known, col_known = (None, loaded, row_draw), (None, None, col_draw)

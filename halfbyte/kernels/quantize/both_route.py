@@ -18,6 +18,7 @@ from halfbyte.kernels.quantize.route import (
     SHARED,
     WIDE,
     OneSide,
+    by_products,
     is_full,
     judged_quickly,
     makes_values,
@@ -239,6 +240,7 @@ def _both(pair: Pair) -> Choice:
         for rule, one in ((sc.rule_of(one.spec, hardware), one) for one in sides)
     )
     row, col = with_quick_errors(*pair.with_values(row, col), x)
+    row, col = by_products(row, col), by_products(col, row)
     # Codes that are judged by quick errors want the lanes and tiles of codes without candidates.
     timed = [replace(r, candidates=()) if r.errors == "quick" and not r.values else r for r in (row, col)]
     tile, eden = tile_for(row, col), _are_large_eden(row, col, x, swizzled)

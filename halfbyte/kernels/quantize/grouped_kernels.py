@@ -163,13 +163,17 @@ def quantize_drawn_tiles(
     base = philox.load_base(row.to.draw_ptr + group * 2)
     row_amax, col_amax = tl.load(row.to.amax_ptr + group), tl.load(col.to.amax_ptr + group)
     row_draw, col_draw = philox.words_of(base, row.places.stream), philox.words_of(base, col.places.stream)
-    if sc.is_regular(row_amax, row.constants) & sc.is_regular(col_amax, col.constants):
+    regular = sc.is_regular(row_amax, row.constants) & sc.is_regular(col_amax, col.constants)
+    # Blocks count from the group's first; along columns no more than these, padding included.
+    regular &= philox.are_low(0, row.blocks, end - start) & philox.are_low(0, (end - start) // 16 + COL.group, x.cols)
+    low_row_draw, low_col_draw = philox.low_key(row_draw), philox.low_key(col_draw)
+    if regular:
         for part in tl.static_range(2):
             if (part == 0) == ROW.along:
-                of_row = (sc.regular_factors(row_amax, row.constants), None, row_draw)
+                of_row = (sc.regular_factors(row_amax, row.constants), None, low_row_draw)
                 quantize_run_of_rows(group, start, end, local, i_col, x, row, groups, of_row, ROW, TR, TC, LOOP, 1)
             else:
-                of_col = (sc.regular_factors(col_amax, col.constants), None, col_draw)
+                of_col = (sc.regular_factors(col_amax, col.constants), None, low_col_draw)
                 quantize_run_of_cols(
                     group, start, end, local, i_col, x, col, groups, storage, of_col, COL, TR, TC, LOOP
                 )

@@ -195,14 +195,15 @@ def _full_and_ragged(cols: int, rules: Rules, tile: PairTile, stacked: bool) -> 
 
 
 def _judged(sides: PlannedSides) -> PlannedSides:
-    """Return the request with the rules of sides whose candidates are judged by `quick_errors`, of pairs of a block."""
+    """Return the request with the rules of sides by `quick_errors`, of pairs of a block, and by products."""
     target, blocks = target_of(sides.x.device), sides.x.numel() // 16
     rules: Rules = []
     for i, rule in enumerate(sides.rules):
         has_pairs = rule is not None and rule.packed and rule.group == 16 and (not i or rule.norm != 0.0)
         quick = rule is not None and has_pairs and not rule.tile and route.judged_quickly(rule, blocks, target)
         rules.append(replace(rule, errors="quick") if rule is not None and quick else rule)
-    return sides._replace(rules=rules)
+    row, col = rules
+    return sides._replace(rules=[row and route.by_products(row, col), col and route.by_products(col, row)])
 
 
 def _together(sides: PlannedSides) -> Choice:

@@ -18,6 +18,7 @@ from halfbyte.kernels.device.overlap import OVERLAP_CAPABILITY, begin, placed_ea
 from halfbyte.kernels.device.ptx import has_ptx
 from halfbyte.kernels.device.quick_tiles import tile_factors
 from halfbyte.kernels.device.tiles import quantize_group
+from halfbyte.kernels.device.unpacking import numbers_of_pairs
 from halfbyte.kernels.launch import jit
 from halfbyte.kernels.quantize.route import Lines
 from halfbyte.kernels.route import Choice
@@ -29,7 +30,7 @@ STORE_BOTH = tl.constexpr("{st.global.v2.b64 [$1], {$2, $3}; mov.b32 $0, 0;}")
 def quantize_turn(loaded, out, factors, RULE: tl.constexpr):
     """Return the codes and the scales of one block a lane, `loaded` as 8 `bf16_pairs`."""
     amax = pm.max_of_pairs(loaded, RULE.hardware)
-    xs = pm.unpack_pairs(loaded, 0, 16)
+    xs = numbers_of_pairs(loaded, 0, 16, RULE)
     words, scales = quantize_group(xs, amax, factors, out.constants, None, 0, RULE, 0, loaded)
     return words[0], scales[0].to(tl.uint32)
 

@@ -17,6 +17,7 @@ from halfbyte.kernels.device import scales as sc
 from halfbyte.kernels.device import wide_lines as wl
 from halfbyte.kernels.device.operands import StridedMatrix, WrittenOperand, arguments_of, varying
 from halfbyte.kernels.device.tiles import store_decoded, store_scale
+from halfbyte.kernels.device.unpacking import numbers_of_pairs
 from halfbyte.kernels.launch import jit
 from halfbyte.kernels.quantize.route import Lines
 from halfbyte.kernels.route import Choice
@@ -89,7 +90,7 @@ def quantize_blocks(pairs, row, block, out, factors, RULE: tl.constexpr):
             philox.draw_words(out.to.draw_ptr, out.places.stream),
         )
     signs = pm.split_eight(tl.reshape(pairs, (pairs.shape[0], B, 8)), pairs.shape[0], B)
-    xs, amax = pm.unpack_pairs(signs, 0, 16), pm.max_of_pairs(signs, RULE.hardware)
+    xs, amax = numbers_of_pairs(signs, 0, 16, RULE), pm.max_of_pairs(signs, RULE.hardware)
     if RULE.apart:
         xs = rotate.apart(xs)
     return sc.quantize_block(xs, amax, factors, out.constants, random, RULE, 0, signs, RULE.apart)
