@@ -18,6 +18,7 @@ from halfbyte.kernels.quantize.route import (
     SHARED,
     WIDE,
     OneSide,
+    by_lines,
     by_products,
     is_full,
     judged_quickly,
@@ -189,7 +190,9 @@ def runs_along(row: sc.Rule, col: sc.Rule) -> bool:
 
 def row_runs_along(row: sc.Rule, col: sc.Rule) -> bool:
     """Say whether `Rule.along` was faster for the rows of whole tiles; MXFP8 columns go through shared memory."""
-    plain = all(not (r.candidates or r.eden or r.row_amax or r.decoded != r.values) for r in (row, col))
+    plain = all(not (r.candidates or r.eden or r.decoded != r.values) for r in (row, col))
+    if row.row_amax or col.row_amax:
+        plain = plain and by_lines(row, col)
     if not plain or row.element or row.group != 16 or not (row.packed and row.full):
         return False
     if row.values and col.values:
@@ -242,7 +245,8 @@ def _both(pair: Pair) -> Choice:
     row, col = with_quick_errors(*pair.with_values(row, col), x)
     row, col = by_products(row, col), by_products(col, row)
     # Codes that are judged by quick errors want the lanes and tiles of codes without candidates.
-    timed = [replace(r, candidates=()) if r.errors == "quick" and not r.values else r for r in (row, col)]
+    quick = [r.errors == "quick" and not (r.values or r.row_amax) for r in (row, col)]
+    timed = [replace(r, candidates=()) if own else r for r, own in zip((row, col), quick, strict=True)]
     tile, eden = tile_for(row, col), _are_large_eden(row, col, x, swizzled)
     if eden:
         tile = EDEN_PAIR_TILE

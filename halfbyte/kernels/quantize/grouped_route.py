@@ -161,7 +161,7 @@ def _tile(sides: PlannedSides) -> PairTile:
     best = ROW_TILE
     if col is not None:
         dense = tile_for(row or col, col)
-        if row is not None and row.packed and col.packed:
+        if row is not None and row.packed and col.packed and not (row.row_amax or col.row_amax):
             dense = widened(dense, row, col, sides.x.shape[1])
         best = PairTile(min(dense.rows, tile_rows), dense.cols, dense.num_warps, dense.words)
         if col.decoded or (row is not None and row.decoded):
@@ -186,7 +186,7 @@ def _full_and_ragged(cols: int, rules: Rules, tile: PairTile, stacked: bool) -> 
         return full, [None if rule is None else replace(rule, words=tile.words) for rule in rules]
     row, col = full
     along = [False, False]
-    if row is not None and col is not None:
+    if row is not None and col is not None and not (row.row_amax or col.row_amax):
         codes = replace(row, decoded=False), replace(col, decoded=False)
         along = [row_runs_along(*codes), runs_along(*codes)]
     return [None, None], [
@@ -203,7 +203,9 @@ def _judged(sides: PlannedSides) -> PlannedSides:
         quick = rule is not None and has_pairs and not rule.tile and route.judged_quickly(rule, blocks, target)
         rules.append(replace(rule, errors="quick") if rule is not None and quick else rule)
     row, col = rules
-    return sides._replace(rules=[row and route.by_products(row, col), col and route.by_products(col, row)])
+    if not any(rule and rule.row_amax for rule in rules):
+        rules = [row and route.by_products(row, col), col and route.by_products(col, row)]
+    return sides._replace(rules=rules)
 
 
 def _together(sides: PlannedSides) -> Choice:
