@@ -6,6 +6,9 @@ import triton
 import triton.language as tl
 
 from halfbyte.kernels.device import casts as pm
+from halfbyte.kernels.device.ptx import has_ptx
+
+FLIPPED = tl.constexpr("lop3.b32 $0, $2, 0x80008000, $1, 0x6A;")
 
 
 @triton.jit
@@ -33,6 +36,17 @@ def flip_pairs(pairs, words):
 
 
 @triton.jit
+def flip_pair(pair, signs):
+    """Multiply a word of two bf16 by the signs in the upper bits of two halves of `signs`."""
+    if has_ptx():
+        # One instruction: of two words with the same signs, the compiler masks them apart.
+        pair, signs = tl.broadcast(pair, signs)
+        return tl.inline_asm_elementwise(FLIPPED, "=r,r,r", [pair, signs], dtype=tl.uint32, is_pure=True, pack=1)
+    else:
+        return pair ^ (signs & 0x80008000)
+
+
+@triton.jit
 def flip_rows(rows, words):
     """Multiply groups along columns by fresh signs, the bits of `words`; rows: tuples of words of two columns."""
     out = ()
@@ -41,10 +55,9 @@ def flip_rows(rows, words):
             both = (words[i // 32] & 0xFFFF) | (words[i // 32] << 16)
         elif i % 16 == 0:
             both = (words[i // 32] >> 16) | (words[i // 32] & 0xFFFF0000)
-        flip = (both << (15 - i % 16)) & 0x80008000
         flipped = ()
         for k in tl.static_range(len(rows[i])):
-            flipped = flipped + (rows[i][k] ^ flip,)
+            flipped = flipped + (flip_pair(rows[i][k], both << (15 - i % 16)),)
         out = out + (flipped,)
     return out
 
