@@ -79,7 +79,18 @@ LOOPS = ((1, 4),)  # in cases of that name: a program has four tiles, as those o
 CASES = tuple(
     [f"{name}{how}" for name in SPECS for how in ("", "/turned")]
     + [f"{n}{how}" for n in PAIRS for how in TRANSIENT]
-    + [*GROUPED, *LARGE, "gradient/loops", "gradient/places", "sums", "logits", "row", "near", "eden_scales"]
+    + [
+        *GROUPED,
+        *LARGE,
+        "gradient/loops",
+        "gradient/places",
+        "sums",
+        "logits",
+        "row",
+        "near",
+        "eden_scales",
+        "eden_magnitudes",
+    ]
 )
 PLACES = (9, 2**32 - 3000, 2**32, 2**40 + 5)
 """Of an operand's first block among random numbers, in cases of that name: counters whose second word changes."""
@@ -291,6 +302,22 @@ def eden_scales(target: str) -> Iterator[str]:
     yield from failing({check.__name__: (lambda check=check: check("cpu")) for check in checks}, target)
 
 
+def eden_magnitudes(target: str) -> Iterator[str]:
+    """Yield what differs of MS-EDEN, of blocks of each power of two beside amaxes far off: scales of 0 and the last."""
+    generator = torch.Generator().manual_seed(3)
+    exponents = torch.arange(-133, 123)[:, None].double()
+    smaller = torch.randint(0, 40, (256, 64), generator=generator) * torch.randint(0, 2, (256, 64), generator=generator)
+    x = (torch.randn(256, 64, generator=generator).double() * torch.exp2(exponents - smaller)).float().bfloat16()
+    for amax in (1.0, 1e-3, 2.0**-100, 2.0**-50, 2.0**60, 2.0**100):
+        side = Side(EDEN, draw=hb.Philox(7, 11).on(x.device), amax=torch.tensor(amax))
+        expected = ops.quantize(x, side, backend="reference")
+        with emulated(TARGETS[target]) as kernels:
+            actual = one.quantize_side(x, side)
+        wrong = sum(differ(a, b) for a, b in zip(actual[:2], expected[:2], strict=True))
+        if wrong or not kernels:
+            yield f"amax={amax}: {wrong if kernels else 'no kernel was launched'}"
+
+
 def failing(checks: dict[str, Callable], target: str) -> Iterator[str]:
     """Yield what each of some checks asserts in vain, run as a target runs it."""
     for name, run in checks.items():
@@ -318,6 +345,8 @@ def check(case: str, target: str) -> list[str]:
         return list(near(target))
     if case == "eden_scales":
         return list(eden_scales(target))
+    if case == "eden_magnitudes":
+        return list(eden_magnitudes(target))
     if case in LARGE:
         both_route.EDEN_VALUES = one_route.EDEN_BLOCKS = 0
     if how == "places":

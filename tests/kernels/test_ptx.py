@@ -15,7 +15,7 @@ sys.path.insert(0, str(TESTS))
 SAMPLE = (
     "activation", "activation/values", "gradient", "gradient/loops", "gradient/places", "six_pair/row_values",
     "four_candidates", "four_exact", "rotated_64_rows", "stochastic_128/turned", "eden", "grouped/gradient/loops",
-    "sums", "logits", "row", "near", "eden/large", "eden_scales",
+    "sums", "logits", "row", "near", "eden/large", "eden_scales", "eden_magnitudes",
 )  # fmt: skip
 """Of what rounds, rotates, draws and chooses scales, one each; `make test-targets-full` runs all."""
 OTHERS = {"sm_80": "activation", "sm_89": "gradient", "sm_100": "activation", "sm_120": "six_scaled"}
@@ -77,7 +77,7 @@ def test_a_kernel_makes_the_bytes_of_the_reference(target, case):
                 (("0x40FFFFFF", "0x40FFFFFE"), pytest.mark.full),
             )
         ),
-        ("philox", "BELOW", "module.BELOW.value << 1", "gradient/places"),
+        ("philox", "LOW_BLOCKS", "module.LOW_BLOCKS.value << 1", "gradient/places"),
         ("casts", "MAX_OF_HALVES", "module.MAX_OF_HALVES.value.replace('0x1032', '0x3210')", "nearest"),
     ],
 )

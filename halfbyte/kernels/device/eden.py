@@ -8,6 +8,7 @@ import triton
 import triton.language as tl
 
 from halfbyte.kernels.device import casts as pm
+from halfbyte.kernels.device import unpacking
 from halfbyte.kernels.device.e2m1_conversion import E2M1_CAPABILITY, converted_word
 from halfbyte.kernels.device.ptx import has_ptx
 from halfbyte.kernels.device.stochastic import JOIN_SIGNS, joined_word
@@ -39,14 +40,15 @@ def _block(apart: bool) -> str:
     $3 to $10: words of two elements, neighbours or, `apart`, two apart. $11: the largest of them, Inf or NaN where
     codes are 0 and the scale NaN. $12: encode. $13: the scale. $14: a random word.
 
+    y and q are 2^-14 times what they are, so that q in fp16 is 512 times a code; of sums the quotient alone counts.
     What is said twice is for warps of which a y reaches 7, so that it has to be held at 6, or a scale lies below 2^-5:
     corrected it may be subnormal, or a block have no code but 0. Nowhere else the sum of y * q is 0. Where a y is 2^47
     or more, the sum of squares or what is divided is Inf or NaN, or the scale is beyond the last one.
     """
     text = (
         "{.reg .pred some, not; .reg .f32 y, m, t, squares, products, encode, r, e, q<16>;"
-        ".reg .b32 w, s, one, z, a, b, even, odd, h<4>; .reg .b16 low, high; mul.rn.f32 encode, $12, 0f38800000;"
-        "mov.u32 one, %ctaid.z; add.u32 one, one, 0x3F800000; mov.b32 z, 0;"
+        f".reg .b32 w, s, one, a, b, even, odd, h<4>; {unpacking.REGISTERS} mul.rn.f32 encode, $12, 0f38800000;"
+        f"mov.u32 one, {unpacking.PROGRAM_Z}; add.u32 one, one, 0x3F800000;"
         "mul.rn.f32 y, $11, encode; setp.geu.f32 some, y, 0f39E00000; setp.lt.or.f32 some, $13, 0f3D000000, some;"
         "vote.sync.any.pred some, some, -1; @!some bra $$L_plain_${:uid};"
     )
@@ -66,8 +68,7 @@ def _block(apart: bool) -> str:
 def _element(i: int, apart: bool, held: bool) -> str:
     """Return PTX that adds element i to the sums, and behind every eighth one joins a word of codes."""
     word, upper = (i // 4 * 2 + i % 2, i % 4 > 1) if apart else (i // 2, i % 2 == 1)
-    half = "high" if upper else "low"
-    text = f"mov.b32 {{low, high}}, ${word + 3}; mov.b32 w, {{{half}, {half}}}; fma.rn.bf16x2 w, w, one, z;"
+    text = unpacking.half_times("w", f"${word + 3}", "one", upper)
     text += "mov.b32 y, w; abs.f32 y, y; mul.rn.f32 y, y, encode;"
     text += "min.f32 t, y, 0f39C00000;" if held else "mov.f32 t, y;"
     text += f"max.f32 m, t, 0f38A00000; fma.rn.f32 q{i}, m, 0fCA800000, t; fma.rn.f32 q{i}, m, 0f4A800000, q{i};"

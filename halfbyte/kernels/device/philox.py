@@ -19,7 +19,7 @@ PHILOX_ROUND = tl.constexpr(
 MULTIPLIERS = tl.constexpr((0xD2511F53, 0xCD9E8D57))
 PRODUCT = tl.constexpr("{.reg .b64 p; mul.wide.u32 p, $2, $3; mov.b64 {$0, $1}, p;}")
 TWO_WORDS = tl.constexpr((tl.uint32, tl.uint32))
-BELOW = tl.constexpr(1 << 32)  # of blocks whose counters have one word that is not 0
+LOW_BLOCKS = tl.constexpr(1 << 32)
 
 
 @triton.jit
@@ -120,7 +120,7 @@ def product(x, WHICH: tl.constexpr):
 def are_low(first_block, blocks_per_row, rows):
     """Whether all blocks of `rows` rows from first_block on are below 2^32, so that a LowKey serves them."""
     first = tl.cast(first_block, tl.int64)
-    return (first >= 0) & (first + tl.cast(rows, tl.int64) * blocks_per_row <= BELOW)
+    return (first >= 0) & (first + tl.cast(rows, tl.int64) * blocks_per_row <= LOW_BLOCKS)
 
 
 @triton.jit

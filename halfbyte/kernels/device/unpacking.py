@@ -13,21 +13,29 @@ import triton.language as tl
 from halfbyte.kernels.device import casts as pm
 from halfbyte.kernels.device.ptx import has_ptx
 
-# The lower or the upper number of the pair $1 times the upper one of $2, whose lower one is 0.
-HALF = tl.constexpr(
-    tuple(
-        f"{{.reg .b16 low, high; .reg .b32 p, z; mov.b32 {{low, high}}, $1; mov.b32 p, {{{half}, {half}}};"
-        "mov.b32 z, 0; fma.rn.bf16x2 $0, p, $2, z;}"
-        for half in ("low", "high")
+REGISTERS = ".reg .b16 low, high; .reg .b32 pair, zero; mov.b32 zero, 0;"
+PROGRAM_Z = "%ctaid.z"  # 0, as programs lie along x alone, which the compiler is not to know: it would shift
+
+
+def half_times(out: str, pair: str, factor: str, upper: bool) -> str:
+    """Return PTX that multiplies the lower or upper number of a pair by the upper one of `factor`, whose other is 0.
+
+    Its registers are `REGISTERS`.
+    """
+    half = "high" if upper else "low"
+    return (
+        f"mov.b32 {{low, high}}, {pair}; mov.b32 pair, {{{half}, {half}}}; fma.rn.bf16x2 {out}, pair, {factor}, zero;"
     )
-)
+
+
+HALF = tl.constexpr(tuple(f"{{{REGISTERS} {half_times('$0', '$1', '$2', is_upper)}}}" for is_upper in (False, True)))
+LOAD_ZERO = tl.constexpr(f"mov.u32 $0, {PROGRAM_Z};")
 
 
 @triton.jit
 def one():
-    """Return the pair of bf16 (0, 1), uint32, which the compiler is not to know: it would unpack by shifting."""
-    # Programs lie along x alone.
-    zero = tl.inline_asm_elementwise("mov.u32 $0, %ctaid.z;", "=r", [], dtype=tl.uint32, is_pure=True, pack=1)
+    """Return the pair of bf16 (0, 1), uint32."""
+    zero = tl.inline_asm_elementwise(LOAD_ZERO, "=r", [], dtype=tl.uint32, is_pure=True, pack=1)
     return zero + 0x3F800000
 
 

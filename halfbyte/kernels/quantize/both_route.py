@@ -245,8 +245,9 @@ def _both(pair: Pair) -> Choice:
     row, col = with_quick_errors(*pair.with_values(row, col), x)
     row, col = by_products(row, col), by_products(col, row)
     # Codes that are judged by quick errors want the lanes and tiles of codes without candidates.
-    quick = [r.errors == "quick" and not (r.values or r.row_amax) for r in (row, col)]
-    timed = [replace(r, candidates=()) if own else r for r, own in zip((row, col), quick, strict=True)]
+    timed = [
+        replace(r, candidates=()) if r.errors == "quick" and not (r.values or r.row_amax) else r for r in (row, col)
+    ]
     tile, eden = tile_for(row, col), _are_large_eden(row, col, x, swizzled)
     if eden:
         tile = EDEN_PAIR_TILE
