@@ -10,6 +10,7 @@ import json
 import math
 import re
 import sys
+import time
 import tomllib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -244,7 +245,7 @@ def run_study(
         study: as a whole.
         pieces: of it.
         workers: runs at a time, see `jobs.workplaces`.
-        minutes: after which runs stop with a checkpoint.
+        minutes: from this call on, reading the text included, after which runs stop with a checkpoint.
         interrupts: of the caller.
         kept: folder that keeps the small files of a run as soon as it ended.
 
@@ -255,7 +256,7 @@ def run_study(
     """
     if not minutes >= 0:  # NaN is not
         raise ValueError(f"minutes={minutes}: give 0 or more; 0 begins no run, inf ends none")
-    where, config = jobs.workplaces(study.config.device, workers), study.config
+    since, where, config = time.monotonic(), jobs.workplaces(study.config.device, workers), study.config
     folder.refuse_run(config.run.out)
     found = [job for piece in pieces for job in study.jobs(piece)]
     corpus = data.load_data(config.data, config.run.cache, config.run.out)  # here, once; the runs map it
@@ -279,7 +280,7 @@ def run_study(
         ready,
         where,
         config.run.out / "jobs",
-        seconds=60 * minutes,
+        seconds=60 * minutes - (time.monotonic() - since),  # a tokenizer's training can take minutes of them
         interrupts=interrupts,
         say=_say,
         done=keep,
@@ -404,7 +405,7 @@ def study_command(arguments: list[str]) -> int:
     parser.add_argument("--piece", type=int, default=None, help="which of its pieces, from 1; all by default")
     parser.add_argument("--row", default="", help="one recipe of it alone")
     parser.add_argument("--workers", type=int, default=0, help="runs at a time; by default one for every GPU")
-    parser.add_argument("--minutes", type=float, default=math.inf, help="after which runs stop with a checkpoint")
+    parser.add_argument("--minutes", type=float, default=math.inf, help="from now on; then runs stop with a checkpoint")
     parser.add_argument("--out", type=given_path, default=None, help="folder of the runs; runs/NAME by default")
     parser.add_argument("--record", type=given_path, default=None, help="folder that keeps configs, logs and results")
     parser.add_argument(

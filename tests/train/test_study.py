@@ -253,6 +253,26 @@ def test_what_ended_is_kept_at_once(file):
     assert league.read_results(kept, found.recipes, found.seeds).keys() == {("bf16", 0)}
 
 
+def test_minutes_count_the_time_that_reading_the_text_takes(file, monkeypatch):
+    """Whoever has a machine for so long has it for no longer where a tokenizer is trained first."""
+    found, load, clock, given = study.read_study(file), study.data.load_data, [100.0], []
+
+    def load_slowly(*arguments):
+        clock[0] += 90
+        return load(*arguments)
+
+    def note(*arguments, seconds, **rest):
+        given.append(seconds)
+        return jobs.Outcome(left=[job.name for job in arguments[0]])
+
+    monkeypatch.setattr(study.time, "monotonic", lambda: clock[0])
+    monkeypatch.setattr(study.data, "load_data", load_slowly)
+    monkeypatch.setattr(jobs, "run_side_by_side", note)
+    for minutes in (9, math.inf):
+        study.run_study(found, found.pieces[:1], workers=1, minutes=minutes, interrupts=Interrupts())
+    assert given == [9 * 60 - 90, math.inf]
+
+
 def test_results_of_another_run_are_no_results_of_this_study(file, capfd, monkeypatch):
     """Neither in its own folder nor in one that keeps them; what another machine decided about itself may differ."""
     monkeypatch.setattr(jobs, "run_side_by_side", run_here)
