@@ -13,6 +13,8 @@ import random
 import sys
 from pathlib import Path
 
+from halfbyte.train.documents import TEXT_FIELD, find_documents
+
 CONTEXT, CHOICES = 12, 4
 """Lines of a context, and choices of an item."""
 SHORTEST, LONGEST = 20, 160
@@ -65,8 +67,11 @@ def main(arguments: list[str]) -> int:
         parser.error(f"--count {options.count}: give 1 or more")
     if not options.out.absolute().parent.is_dir():
         parser.error(f"--out {options.out}: its folder is not there; make it first")
-    records = (line for path in paths for line in path.read_text().splitlines())
-    made = items([json.loads(record)["text"] for record in records], options.count)
+    try:
+        texts = [text.decode() for path in paths for text in find_documents(path, TEXT_FIELD, named=True).texts]
+    except ValueError as error:
+        parser.error(str(error))
+    made = items(texts, options.count)
     if not made:
         parser.error(f"{options.folder}: no file in it has a line to ask for; give more text")
     options.out.write_text("".join(json.dumps(item) + "\n" for item in made))

@@ -43,13 +43,22 @@ def packages(roots: Iterable[Path]) -> Iterator[Group]:
 
 
 def entries(dictionary: Path, index: Path) -> Iterator[Group]:
-    """Yield (shard, its entries as (headword, text)) of a dictionary of dictd, in the order of shards."""
+    """Yield (shard, its entries as (headword, text)) of a dictionary of dictd, in the order of shards.
+
+    Raises:
+        ValueError: there is no such dictionary, or a line of its index is broken.
+    """
+    for path in (dictionary, index):
+        if not path.is_file():
+            raise ValueError(f"{path}: is not there; install Debian's dict-gcide, or give --dict FILE.dict.dz")
     text = gzip.decompress(dictionary.read_bytes())
     shards: dict[int, dict[tuple[int, int], str]] = {}
-    for line in index.read_text().splitlines():
-        word, start, length = line.split("\t")[:3]
+    for number, line in enumerate(index.read_text().splitlines(), 1):
+        word, *places = line.split("\t")[:3]
+        if len(places) < 2 or not all(place and set(place) <= set(BASE64) for place in places):
+            raise ValueError(f"{index} line {number}: no word with where its entry begins and how long it is")
         if not word.startswith("00-"):  # about the dictionary itself
-            place = _number(start), _number(length)
+            place = _number(places[0]), _number(places[1])
             shard = int(hashlib.sha256(word.lower().encode()).hexdigest(), 16) % SHARDS
             shards.setdefault(shard, {}).setdefault(place, word)
     for shard, places in sorted(shards.items()):

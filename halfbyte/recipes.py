@@ -24,6 +24,7 @@ from halfbyte.channels import Channels
 from halfbyte.delayed import Delayed, delay_problem
 from halfbyte.spec import MXFP8, NVFP4, Eden, FourOverSix, GemmSpec, Hadamard, Recipe, Spec, parse_recipe
 from halfbyte.te import from_te as from_te
+from halfbyte.values import called, check_choice
 
 Scope = Literal["weights", "activations", "all"]
 SCOPES = ("weights", "activations", "all")
@@ -67,15 +68,17 @@ def nvfp4(
     """
     if not isinstance(stochastic_rounding, bool):
         raise TypeError(f"stochastic_rounding={stochastic_rounding!r}: give True or False")
-    activation = NVFP4(outer=activation_outer)
-    weight = NVFP4(block=weight_block)
-    gradient = NVFP4(rounding="stochastic" if stochastic_rounding else "nearest", fp4_max=fp4_max_gradient)
+    check_choice("saved_rounding", saved_rounding, ("nearest", "stochastic"))
+    with called(outer="activation_outer", block="weight_block", fp4_max="fp4_max_gradient", rotation="hadamard"):
+        activation = NVFP4(outer=activation_outer)
+        weight = NVFP4(block=weight_block)
+        gradient = NVFP4(rounding="stochastic" if stochastic_rounding else "nearest", fp4_max=fp4_max_gradient)
+        turned = dataclasses.replace(gradient, rotation=hadamard)
+        saved = NVFP4(rotation=hadamard, rounding=saved_rounding)
     return Recipe(
         fprop=GemmSpec(a=activation, b=weight),
         dgrad=GemmSpec(a=gradient, b=weight),
-        wgrad=GemmSpec(
-            a=dataclasses.replace(gradient, rotation=hadamard), b=NVFP4(rotation=hadamard, rounding=saved_rounding)
-        ),
+        wgrad=GemmSpec(a=turned, b=saved),
         activation_mean=activation_mean,
     )
 
@@ -94,8 +97,10 @@ def nvfp4_mxfp8_bwd(
         backward: "dequantized" quantizes in 8 bits what the forward multiplied; "original" x and w, see Recipe.
     """
     operand, gradient = MXFP8(), MXFP8(element=element)
+    with called(outer="activation_outer"):
+        activation = NVFP4(outer=activation_outer)
     return Recipe(
-        fprop=GemmSpec(a=NVFP4(outer=activation_outer), b=NVFP4()),
+        fprop=GemmSpec(a=activation, b=NVFP4()),
         dgrad=GemmSpec(a=gradient, b=operand),
         wgrad=GemmSpec(a=gradient, b=operand),
         backward=backward,
@@ -226,9 +231,30 @@ def outlier_channels(*, share: float = 0.05, base: Recipe | str | None = None) -
     Args:
         share: of the channels, rounded up to whole groups of 32.
         base: the recipe to change, or a preset's name; `nvfp4()` by default.
+
+    Raises:
+        ValueError: the base treats channels apart already, or multiplies no x in NVFP4.
     """
-    recipe = nvfp4() if base is None else resolve(base)
+    recipe = _without_channels(base)
+    forward, of_weight = recipe.fprop, recipe.wgrad
+    if not any(isinstance(spec, NVFP4) for spec in (forward and forward.a, of_weight and of_weight.b)):
+        raise ValueError(
+            f"base={_named(base)}: it multiplies no x in 4 bits, so that no channel would get more; give a base that "
+            "does, such as 'nvfp4'"
+        )
     return dataclasses.replace(recipe, channels=Channels(kind="mxfp8", share=share))
+
+
+def _without_channels(base: Recipe | str | None) -> Recipe:
+    """Return a base whose channels are all treated alike; raise ValueError if they are not."""
+    recipe = nvfp4() if base is None else resolve(base)
+    if recipe.channels is not None:
+        kinds = {"mxfp8": "outlier_channels", "patch": "hot_channels"}
+        raise ValueError(
+            f"base={_named(base)}: it has {kinds[recipe.channels.kind]} already, and a recipe treats channels apart in "
+            "one way; give the base without them"
+        )
+    return recipe
 
 
 def hot_channels(*, share: float = 0.05, base: Recipe | str | None = None) -> Recipe:
@@ -237,9 +263,11 @@ def hot_channels(*, share: float = 0.05, base: Recipe | str | None = None) -> Re
     Args:
         share: of the channels, rounded up to whole groups of 32; chosen anew from every x and w.
         base: the recipe to change, or a preset's name; `nvfp4()` by default.
+
+    Raises:
+        ValueError: the base treats channels apart already.
     """
-    recipe = nvfp4() if base is None else resolve(base)
-    return dataclasses.replace(recipe, channels=Channels(kind="patch", share=share))
+    return dataclasses.replace(_without_channels(base), channels=Channels(kind="patch", share=share))
 
 
 def delayed_amax(*, every: int = 1, margin: float = 1.0, base: Recipe | str | None = None) -> Recipe:
@@ -268,7 +296,8 @@ def quartet2(
         hadamard: the rotation of the operands of dgrad and wgrad, without which MS-EDEN is biased; None leaves it out.
     """
     operand = NVFP4(scaling=FourOverSix(error="mse"), e4m3_max=FOUR_OVER_SIX_E4M3_MAX)
-    rotated = NVFP4(rotation=hadamard, scaling=Eden(), fp4_max=EDEN_FP4_MAX, e4m3_max=EDEN_E4M3_MAX)
+    with called(rotation="hadamard"):
+        rotated = NVFP4(rotation=hadamard, scaling=Eden(), fp4_max=EDEN_FP4_MAX, e4m3_max=EDEN_E4M3_MAX)
     both = GemmSpec(a=rotated, b=rotated)
     return Recipe(fprop=GemmSpec(a=operand, b=operand), dgrad=both, wgrad=both, backward=backward)
 
@@ -328,7 +357,9 @@ def nvfp4_forward(
         activation_outer: "row" gives every token its own fp32 amax.
         backward: "original" or "dequantized", see Recipe.
     """
-    return Recipe(fprop=GemmSpec(a=NVFP4(outer=activation_outer), b=NVFP4()), backward=backward)
+    with called(outer="activation_outer"):
+        activation = NVFP4(outer=activation_outer)
+    return Recipe(fprop=GemmSpec(a=activation, b=NVFP4()), backward=backward)
 
 
 def qat(*, activations: Activations = "static") -> Recipe:

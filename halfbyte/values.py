@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 
@@ -14,6 +16,18 @@ def check_choice(field: str, value: object, allowed: tuple) -> None:
     """Raise ValueError unless a field has one of the allowed values."""
     if value not in allowed:
         raise refused(field, value, f"use one of {', '.join(map(repr, allowed))}")
+
+
+@contextmanager
+def called(**names: str) -> Iterator[None]:
+    """Within the block a field of a value that is refused is called as the caller's argument is, field=argument."""
+    try:
+        yield
+    except (ValueError, TypeError) as error:
+        field, equals, rest = str(error).partition("=")
+        if not equals or field not in names:
+            raise
+        raise type(error)(f"{names[field]}={rest}") from error
 
 
 class EqualByKey:

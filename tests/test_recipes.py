@@ -247,6 +247,43 @@ def test_row_scaled_keeps_what_has_no_amax_and_refuses_tiles():
         hb.recipes.row_scaled(scope="tokens")
 
 
+@pytest.mark.parametrize(
+    "make, words",
+    [
+        (lambda: hb.recipes.nvfp4(hadamard=64), "hadamard=64: use None or Hadamard"),
+        (lambda: hb.recipes.nvfp4(fp4_max_gradient=0), "fp4_max_gradient=0: give a number"),
+        (lambda: hb.recipes.nvfp4(activation_outer="rows"), "activation_outer='rows': use one of"),
+        (lambda: hb.recipes.nvfp4(weight_block=(8, 8)), r"weight_block=\(8, 8\): use one of"),
+        (
+            lambda: hb.recipes.nvfp4(saved_rounding="toward_zero"),
+            "saved_rounding='toward_zero': use one of 'nearest', 's",
+        ),
+        (lambda: hb.recipes.nvfp4_mxfp8_bwd(activation_outer="x"), "activation_outer='x'"),
+        (lambda: hb.recipes.nvfp4_forward(activation_outer="x"), "activation_outer='x'"),
+        (lambda: hb.recipes.quartet2(hadamard=3), "hadamard=3: use None or Hadamard"),
+    ],
+)
+def test_refusals_name_the_argument_that_was_given(make, words):
+    with pytest.raises(ValueError, match=f"^{words}"):
+        make()
+
+
+def test_channels_are_treated_apart_in_one_way():
+    """A base that does already keeps no part of it, and x in 8 bits has no channel with more."""
+    hot, outlier = hb.recipes.hot_channels, hb.recipes.outlier_channels
+    for make, base, has in (
+        (hot, outlier(), "outlier_channels"),
+        (outlier, hot(), "hot_channels"),
+        (hot, hot(), "hot"),
+    ):
+        with pytest.raises(ValueError, match=f"^base=<.*>: it has {has}.* already"):
+            make(base=base)
+    for base in ("mxfp8", "bf16", hb.recipes.weight_only()):
+        with pytest.raises(ValueError, match=r"^base=.*: it multiplies no x in 4 bits"):
+            outlier(base=base)
+    assert outlier(base="nvfp4_forward").channels == outlier(base="nvfp4_mxfp8_bwd").channels == outlier().channels
+
+
 @pytest.mark.parametrize("recipe", (hb.recipes.nvfp4(activation_mean="split"), hb.recipes.hot_channels()))
 def test_rl_refuses_gradients_that_need_a_forward_of_their_own(recipe):
     with pytest.raises(ValueError, match=r"gradients=.*rl has its own; use dataclasses.replace"):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from halfbyte import files
 from halfbyte.train.asked import read_options
-from halfbyte.train.documents import BOM
+from halfbyte.train.documents import BOM, TEXT_FIELD
 from halfbyte.train.fields import check_positive
 from halfbyte.train.subject import Subject, load_subject
 
@@ -53,7 +53,9 @@ class EvaluateOptions:
     source: Annotated[Path, tyro.conf.Positional]
     """The folder of a run, one of its checkpoints, or a folder of transformers."""
     text: Path | None = None
-    """A text, of which the mean loss is taken."""
+    """A text, of which the mean loss is taken: a file of text or records, or a folder, as `halfbyte train --corpus`."""
+    text_field: str = TEXT_FIELD
+    """Of the records of JSON and Parquet files, that holds their text."""
     choices: Path | None = None
     """JSON Lines of {"context": text, "choices": [texts], "answer": index of the right one}."""
     sequence: int = 256
@@ -139,6 +141,10 @@ def read_items(path: Path) -> Iterator[Question]:
         texts = [value["context"], *choices] if isinstance(choices, list) else [None]
         if len(texts) < 3 or not all(isinstance(text, str) for text in texts) or not all(texts[1:]):
             raise ValueError(f"{where}: context and at least two choices have to be texts, choices not empty")
+        if len(set(choices)) < len(choices):
+            raise ValueError(f"{where}: two choices are the same text, of which none can be the right one; change one")
+        if any("\ud800" <= letter <= "\udfff" for text in texts for letter in text):
+            raise ValueError(f"{where}: half a surrogate pair, which no text holds; repair or delete it")
         if type(answer) is not int or not 0 <= answer < len(choices):
             raise ValueError(f"{where}: answer={answer!r}: give the index of a choice, 0 to {len(choices) - 1}")
         yield Question(context=value["context"], choices=tuple(choices), answer=answer)
@@ -189,16 +195,16 @@ def accuracy(subject: Subject, items: Sequence[Question], sequence: int) -> floa
 
 
 @torch.no_grad()
-def text_loss(subject: Subject, text: str, sequence: int) -> tuple[float, int]:
+def text_loss(subject: Subject, tokens: Iterable[int], sequence: int) -> tuple[float, int]:
     """Return the mean loss of a text in nats per token, and how many tokens were predicted."""
-    ids = torch.tensor(subject.encode(text))
+    ids = torch.tensor(list(tokens))
     windows = (len(ids) - 1) // sequence
     if windows < 1:
         raise ValueError(f"text: {len(ids)} tokens do not fill a sequence of {sequence}; give more text, or --sequence")
     device, total = next(subject.model.parameters()).device, 0.0
     for i in range(windows):
-        tokens = ids[i * sequence : (i + 1) * sequence + 1].to(device)
-        total += float(F.cross_entropy(_logits(subject.model, tokens[None, :-1])[0], tokens[1:]))
+        part = ids[i * sequence : (i + 1) * sequence + 1].to(device)
+        total += float(F.cross_entropy(_logits(subject.model, part[None, :-1])[0], part[1:]))
     return total / windows, windows * sequence
 
 
@@ -224,7 +230,7 @@ def evaluate_command(arguments: list[str]) -> int:
         raise ValueError(f"{options.choices}: holds no item; give lines of context, choices and answer")
     subject = load_subject(options.source)
     if options.text is not None:
-        loss, tokens = text_loss(subject, files.read_given_text(options.text), options.sequence)
+        loss, tokens = text_loss(subject, subject.tokens(options.text, options.text_field), options.sequence)
         print(f"{options.text}: loss {loss:.4f} nats per token over {tokens:,} tokens")
     if items:
         share = accuracy(subject, items, options.sequence)

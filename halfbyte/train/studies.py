@@ -20,6 +20,7 @@ from halfbyte.stats.sensitivity import BUDGET, HEAD
 from halfbyte.stats.sinks import WIDTH
 from halfbyte.stats.table import HEAD as STEP_HEAD
 from halfbyte.train.asked import read_options
+from halfbyte.train.documents import TEXT_FIELD
 from halfbyte.train.subject import Subject, load_subject
 from halfbyte.train.treatment import treatment_of
 from halfbyte.values import split_outside
@@ -37,6 +38,8 @@ class Text:
     """Sequences of the step."""
     sequence: int = 256
     """Tokens of one sequence."""
+    text_field: str = TEXT_FIELD
+    """Of the records of JSON and Parquet files, that holds their text."""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     """Of the GEMMs. auto: bfloat16 on a GPU, float32 on a CPU."""
     budget: float = BUDGET
@@ -57,7 +60,8 @@ class InspectOptions:
     source: Annotated[Path, tyro.conf.Positional]
     """The folder of a run, one of its checkpoints, or a folder of transformers."""
     text: Path | None = None
-    """A text, of which one step is run: activations, gradients and the proposal come from it."""
+    """A text, of which one step is run: activations, gradients and the proposal come from it. A file or a folder, as
+    `halfbyte train --corpus`."""
     recipes: str = ",".join(RECIPES)
     """To measure weights under, separated by commas; the step runs under the first, of heads too with `@all` behind."""
     out: Path = Path("runs/inspect")
@@ -72,7 +76,7 @@ class SensitivityOptions:
     source: Annotated[Path, tyro.conf.Positional]
     """The folder of a run, one of its checkpoints, or a folder of transformers."""
     text: Path
-    """A text, of which one step is run."""
+    """A text, of which one step is run: a file or a folder, as `halfbyte train --corpus`."""
     recipe: str = ""
     """Of the layers, of heads too with `@all` behind it; by default that of the run, else nvfp4."""
     by: Literal["kind", "layer"] = "kind"
@@ -127,7 +131,7 @@ def inspect_command(arguments: list[str]) -> int:
     step = options.step
     batch = None
     if options.text is not None:
-        batch = _in_dtype(subject.batch(options.text, step.batch, step.sequence), step.dtype)
+        batch = _in_dtype(subject.batch(options.text, step.batch, step.sequence, step.text_field), step.dtype)
     (_, keep), *_ = chosen.values()
     found = stats.inspect(
         subject.model, batch, recipes=[recipe for recipe, _ in chosen.values()], budget=step.budget, keep=keep
@@ -167,7 +171,8 @@ def sensitivity_command(arguments: list[str]) -> int:
     if recipe.amax is not None:
         named = options.recipe or subject.recipe
         raise ValueError(f"--recipe={named}: one step has no amaxes of earlier ones; give a recipe without amax=")
-    loss = _in_dtype(subject.batch(options.text, options.step.batch, options.step.sequence), options.step.dtype)
+    step = options.step
+    loss = _in_dtype(subject.batch(options.text, step.batch, step.sequence, step.text_field), step.dtype)
     convert.quantize_(subject.model, recipe, keep=keep)
     report = stats.sensitivity(subject.model, lambda: loss(subject.model), by=options.by, operands=options.operands)
     files.write_text(options.out / "sensitivity.csv", report.csv())

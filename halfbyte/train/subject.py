@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +14,9 @@ from torch import Tensor, nn
 
 from halfbyte import files
 from halfbyte.integrations import run_folder
-from halfbyte.train import checkpoint, folder, tokenizer
+from halfbyte.train import checkpoint, corpus, folder, tokenizer
 from halfbyte.train import model as models
+from halfbyte.train.documents import TEXT_FIELD
 from halfbyte.train.moe import MoEConfig
 
 CONFIG = "config.json"
@@ -43,26 +45,41 @@ class Subject:
     recipe: str = ""
     end: int | None = None
 
-    def batch(self, text: Path, batch: int, sequence: int) -> Loss:
+    def tokens(self, text: Path, text_field: str = TEXT_FIELD) -> Iterator[int]:
+        """Yield the tokens of a text that is read as `halfbyte train --corpus` reads one.
+
+        Args:
+            text: a file of UTF-8 text, of records, or a folder of such files; what a folder leaves out is said.
+            text_field: of the records, that holds their text.
+
+        Raises:
+            ValueError: there is no text, or a file or record is broken; the message names it.
+        """
+        path = text if text.is_absolute() else f"./{text}"  # a file called python is no name of a corpus
+        found = corpus.load_corpus(str(path), text_field)
+        if found.skipped:
+            print(f"{text}: left out, no UTF-8 text: {', '.join(found.skipped)}")
+        for document in found.documents():
+            yield from self.encode(document.decode())
+
+    def batch(self, text: Path, batch: int, sequence: int, text_field: str = TEXT_FIELD) -> Loss:
         """Return a function from a model like this one to its loss on the first sequences of a text.
 
         Args:
-            text: a UTF-8 file.
+            text, text_field: see `tokens`.
             batch, sequence: sequences, and tokens of each.
 
         Raises:
-            ValueError: there is no such file, or too little text in it.
+            ValueError: as `tokens`, or there is too little text.
         """
-        if not text.is_file():
-            raise ValueError(f"--text={text}: is no file; give a text")
-        ids = self.encode(files.read_given_text(text))
         needed = batch * sequence + 1
+        ids = list(islice(self.tokens(text, text_field), needed))
         if len(ids) < needed:
             raise ValueError(
                 f"--text={text}: {len(ids)} tokens, {needed} are needed; give more, or less --batch --sequence"
             )
         device = next(self.model.parameters()).device
-        tokens = torch.tensor(ids[:needed], device=device)
+        tokens = torch.tensor(ids, device=device)
         inputs, targets = (part.view(batch, sequence) for part in (tokens[:-1], tokens[1:]))
         return lambda model: self.loss(model, inputs, targets)
 

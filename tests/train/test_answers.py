@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import importlib.util
 import json
 from itertools import pairwise
@@ -126,7 +127,7 @@ def test_the_right_one_is_found():
 
 def test_loss_of_a_text():
     text = "".join(chr(33 + i % 90) for i in range(181))
-    loss, count = text_loss(counting(), text, 90)
+    loss, count = text_loss(counting(), counting().encode(text), 90)
     hit, miss = (
         torch.log_softmax(torch.nn.functional.one_hot(torch.tensor(0), 256).float(), 0)[i].item() for i in (0, 1)
     )
@@ -141,6 +142,8 @@ def test_loss_of_a_text():
         ('{"context": "a", "choices": ["b"], "answer": 0}', "at least two choices"),
         ('{"context": "a", "choices": ["b", ""], "answer": 0}', "not empty"),
         ('{"context": "a", "choices": "bc", "answer": 0}', "at least two choices"),
+        ('{"context": "a", "choices": ["b", "c", "b"], "answer": 1}', "two choices are the same text"),
+        ('{"context": "a", "choices": ["b", "c\\ud800"], "answer": 1}', "half a surrogate pair"),
         ('{"context": "a", "choices": ["b", "c"], "answer": 2}', "answer=2: give the index of a choice, 0 to 1"),
         ('{"context": "a", "choices": ["b", "c"], "answer": true}', "answer=True"),
     ],
@@ -178,7 +181,8 @@ def test_texts_that_are_no_utf8_are_refused_not_read_as_others(run, tmp_path, ca
         name, option = command
         rest = [] if name == "evaluate" else more
         assert cli.main([name, str(config.run.out), option, str(text), *rest]) == 2
-        assert capsys.readouterr().err == f"halfbyte {name}: {text}: not UTF-8 (byte 3); give UTF-8 text\n"
+        file = str(text) if option == "--choices" else f"corpus file {text}"
+        assert capsys.readouterr().err == f"halfbyte {name}: {file}: not UTF-8 (byte 3); give UTF-8 text\n"
 
 
 def test_a_text_is_read_as_it_was_trained_on(run, tmp_path, capsys):
@@ -192,6 +196,35 @@ def test_a_text_is_read_as_it_was_trained_on(run, tmp_path, capsys):
         assert cli.main(["evaluate", str(config.run.out), "--text", str(text), "--sequence", "10"]) == 0
         said.append(capsys.readouterr().out.split(" over ")[1])
     assert said == ["600 tokens\n", "660 tokens\n"], "of 601 and 661 bytes, an end of the document among them"
+
+
+def test_records_and_folders_are_read_as_a_corpus_is(run, tmp_path, capsys):
+    """Not as the characters that JSON writes them with."""
+    config, data = run(steps=2, checkpoint_every=2)
+    loop.train(config, "nvfp4@all", data)
+    words = ["of\tvalues\n" * 30, "", "and \u2028 tiles\n" * 20]
+    texts = tmp_path / "texts"
+    texts.mkdir()
+    (texts / "some.jsonl").write_text("".join(json.dumps({"story": word}) + "\n" for word in words))
+    (tmp_path / "one.txt.gz").write_bytes(gzip.compress(words[0].encode()))
+    source, said = str(config.run.out), []
+    for more in (["texts/some.jsonl", "--text-field", "story"], ["texts", "--text-field", "story"], ["one.txt.gz"]):
+        capsys.readouterr()
+        path = str(tmp_path / more[0])
+        assert cli.main(["evaluate", source, "--text", path, "--sequence", "10", *more[1:]]) == 0
+        said.append(capsys.readouterr().out.partition(": ")[2])
+    subject = load_subject(config.run.out)
+    ids = [i for word in words if word for i in subject.encode(word)]
+    loss, count = text_loss(subject, ids, 10)
+    assert said[0] == said[1] == f"loss {loss:.4f} nats per token over {count:,} tokens\n"
+    assert said[2].endswith(f"over {len(words[0]):,} tokens\n")
+    batch = subject.batch(texts, 2, 10, "story")
+    plain = subject.loss(subject.model, torch.tensor(ids[:20]).view(2, 10), torch.tensor(ids[1:21]).view(2, 10))
+    assert batch(subject.model).item() == plain.item()
+    (texts / "bytes").write_bytes(b"\xff")
+    assert list(subject.tokens(texts, "story")) == ids and "left out, no UTF-8 text: bytes" in capsys.readouterr().out
+    assert cli.main(["evaluate", source, "--text", str(texts / "some.jsonl")]) == 2
+    assert "some.jsonl line 1" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -252,6 +285,20 @@ def test_what_questions_refuse(words, said, tmp_path, monkeypatch, capsys):
         script.main(words)
     assert ended.value.code == 2 and said in capsys.readouterr().err
     assert not (tmp_path / "items").exists()
+
+
+@pytest.mark.parametrize(
+    "line, said", [("{", "not JSON"), ('{"story": "a"}', "'story'"), ('{"text": 3}', "field 'text' is a number")]
+)
+def test_questions_name_a_record_that_is_none(line, said, tmp_path, capsys):
+    spec = importlib.util.spec_from_file_location("choices", SCRIPT)
+    script = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(script)
+    (tmp_path / "p.jsonl").write_text(f'{{"text": "a"}}\n{line}\n')
+    with pytest.raises(SystemExit) as ended:
+        script.main([str(tmp_path), "--out", str(tmp_path / "items")])
+    words = capsys.readouterr().err
+    assert ended.value.code == 2 and f"{tmp_path / 'p.jsonl'} line 2" in words and said in words
 
 
 @pytest.mark.parametrize("tokenizer", ["bytes", "bpe:300"])

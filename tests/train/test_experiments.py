@@ -144,6 +144,22 @@ def test_a_dictionary_gives_its_entries(tmp_path):
     assert 900 <= sum(map(len, held_out.values())) < 2000
 
 
+def test_a_dictionary_that_is_not_there_or_broken_is_named(tmp_path, capsys):
+    dictionary, index = tmp_path / "some.dict.dz", tmp_path / "some.index"
+    words = ["gcide", "--dict", str(dictionary), "--out", str(tmp_path / "out")]
+    for make, said in (
+        (lambda: None, f"{dictionary}: is not there; install Debian's dict-gcide, or give --dict"),
+        (lambda: dictionary.write_bytes(gzip.compress(b"a text")), f"{index}: is not there"),
+        (lambda: index.write_text("a\tA\tB\nword\n"), f"{index} line 2: no word with where its entry begins"),
+        (lambda: index.write_text("word\tA\t-\n"), f"{index} line 1: no word"),
+    ):
+        make()
+        with pytest.raises(SystemExit) as ended:
+            script().main(words)
+        assert ended.value.code == 2 and said in capsys.readouterr().err
+    assert not list((tmp_path / "out").glob("*"))
+
+
 def test_a_text_of_its_own_is_held_out(run, folder):
     config, _ = run()
     (folder / "other").mkdir()
