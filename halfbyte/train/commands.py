@@ -85,6 +85,8 @@ def _command(
     with joined(launch.launched()) as ranks:
         try:
             options, why = _parse(kind, arguments, out, ranks.size)
+            if isinstance(options, Train):
+                treatment.check_command(options.config, options.recipe)
             if isinstance(options, Compare) and options.seeds and _peeked(kind, arguments, "seed") is not None:
                 raise ValueError("seed: --seeds says them all; leave --seed out")
             if why and ranks.is_first:
@@ -169,6 +171,8 @@ def _train(
     options: Train, interrupts: signals.Interrupts, ranks: World, *, wait: Callable[[], None] | None = None
 ) -> int:
     config = treatment.applied(options.config, options.recipe)  # refused before the text is read
+    if ranks.is_first:
+        auto.say(treatment.notes(config, options.recipe))
     config = ranks.first(lambda: loop.over(config, ranks))
     run = config.run
     text = ranks.first_here(lambda: data.load_data(config.data, run.cache, run.out), "load_data")

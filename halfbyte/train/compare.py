@@ -38,10 +38,9 @@ def check_names(names: Iterable[str]) -> tuple[str, ...]:
     names = tuple(names)
     if not names:
         raise ValueError("recipes='': name at least one")
-    for name in names:
-        treatment.treatment_of(name)
     if len(set(names)) != len(names):
         raise ValueError(f"recipes={','.join(names)!r}: name each once")
+    treatment.refuse_twins(names)
     return names
 
 
@@ -97,6 +96,7 @@ def compare(
         title = heading(config, corpus, schedules)
         print(title, flush=True)
         auto.say(notes if unfinished else ())
+        auto.say(note for name, one in runs.items() for note in treatment.notes(one, name))
         ranks.first(lambda: files.remove_leftovers(config.run.out, RESULTS, TABLE, PLOT))
         return _compare_held(config, runs, corpus, title, interrupts, ranks)
 

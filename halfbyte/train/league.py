@@ -120,7 +120,10 @@ def league(
     """
     base = recipes[0]
     gaps = {recipe: _gaps(results, recipe, base) for recipe in recipes}
-    deviation, freedom = _scatter([found for recipe, found in gaps.items() if recipe != base and not _control(recipe)])
+    # Runs that are the baseline's to the bit, as with another order where none shows, are no sample of the scatter.
+    deviation, freedom = _scatter(
+        [found for recipe, found in gaps.items() if recipe != base and not _control(recipe) and any(found)]
+    )
     source = "its own runs"
     if deviation is None and pooled is not None:
         deviation, freedom, source = pooled

@@ -110,6 +110,7 @@ class Study:
             raise ValueError("pieces: give at least one, each with recipes and seeds")
         for name in self.recipes:
             treatment.applied(self.config, name)
+        treatment.refuse_twins(self.recipes)
 
     @property
     def recipes(self) -> tuple[str, ...]:
@@ -269,6 +270,8 @@ def run_study(
     ready = [job for job in found if not (job.config.run.out / RESULT).exists() or config.run.overwrite]
     print(f"{study.title}: {len(found)} runs, {len(found) - len(ready)} of them ended before; {len(where)} at a time")
 
+    _print_notes(ready)
+
     def keep(job: jobs.RunJob) -> None:
         if kept is not None:
             try:
@@ -287,6 +290,12 @@ def run_study(
     )
     made = write_league(study, corpus)
     return made, outcome
+
+
+def _print_notes(ready: Sequence[jobs.RunJob]) -> None:
+    said = (treatment.notes(treatment.applied(job.config, job.recipe), job.recipe) for job in ready)
+    for line in dict.fromkeys(line for lines in said for line in lines):
+        print(line)
 
 
 def _refuse_other_runs(study: Study, corpus: data.Data, kept: Path | None, anew: set[Path]) -> None:

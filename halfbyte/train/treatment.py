@@ -13,6 +13,7 @@ behind it, with a plus before each, may stand what is changed about the run:
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -83,6 +84,16 @@ def treatment_of(name: str) -> Treatment:
     return Treatment(name=name, recipe=options.read(recipe), keep=keep, **changed)
 
 
+def refuse_twins(names: Iterable[str]) -> None:
+    """Raise ValueError where two names are one treatment in other words: it would be trained and placed twice."""
+    seen: list[Treatment] = []
+    for one in map(treatment_of, names):
+        twin = next((other.name for other in seen if replace(other, name=one.name) == one), None)
+        if twin is not None:
+            raise ValueError(f"recipes: {one.name} is {twin} in other words; name it once")
+        seen.append(one)
+
+
 def _change(name: str, recipe: str, change: str) -> dict[str, Any]:
     """Return the fields of a Treatment that a change of the run stands for."""
     word, bracket, rest = change.partition("(")
@@ -112,8 +123,8 @@ def applied(config: TrainConfig, name: str) -> TrainConfig:
     """Return the config of the run under a treatment, which changes more than its recipe.
 
     Raises:
-        ValueError: it asks for a schedule and there is none, for halves of micro-batches of an odd number, or for a
-            recipe, now or later, that experts of the model cannot follow.
+        ValueError: it asks for a schedule and there is none, or one that changes nothing, for halves of micro-batches
+            of an odd number, or for a recipe, now or later, that experts of the model cannot follow.
     """
     chosen = treatment_of(name)
     if chosen.schedule is not None:
@@ -122,6 +133,7 @@ def applied(config: TrainConfig, name: str) -> TrainConfig:
                 f"recipe={name!r}: there is no schedule; give --recipe-schedule, or schedule(WHEN:RECIPE,…)"
             )
         config = replace(config, recipe_schedule=chosen.schedule or config.recipe_schedule)
+        _refuse_idle(config, chosen)
     if chosen.bits:
         if not any(one.needs_rng for one in (chosen.recipe, *_later(config))):
             raise ValueError(f"recipe={name!r}: it draws no random bits, so that bits({chosen.bits}) changes nothing")
@@ -136,6 +148,51 @@ def applied(config: TrainConfig, name: str) -> TrainConfig:
         config = replace(config, data=data, eval_batches=config.eval_batches * times)
     check_experts(config, chosen.recipe)
     return config
+
+
+def check_command(config: TrainConfig, name: str) -> None:
+    """Check what `halfbyte train` was asked for, where a schedule is this run's and no other's.
+
+    Raises:
+        ValueError: the recipe brings another schedule than the command's, or the schedule changes nothing.
+    """
+    chosen = treatment_of(name)
+    if chosen.schedule and config.recipe_schedule not in ("", chosen.schedule):
+        raise ValueError(
+            f"recipe_schedule={config.recipe_schedule!r}: {name} brings the schedule {chosen.schedule}; leave out one"
+        )
+    if config.recipe_schedule:
+        _refuse_idle(config, chosen)
+
+
+def _refuse_idle(config: TrainConfig, chosen: Treatment) -> None:
+    """Raise ValueError where a schedule leads to the recipe that the run has by then, or no noise brings its switch."""
+    before, switch = chosen.recipe, config.switch()
+    problem = None if switch is None or before.specs else f"{chosen.name} rounds nothing, so that it would never switch"
+    for one in _later(config):
+        if one == before:
+            problem = "it changes to the recipe that the run has by then; leave that out, or name another"
+        before = one
+    if problem is not None:
+        raise ValueError(f"recipe_schedule={config.recipe_schedule!r}: {problem}")
+
+
+def notes(config: TrainConfig, name: str) -> list[str]:
+    """Return what is to be said of a run: a forward that leaves 4 bits when the learning rate falls already.
+
+    Published runs change before it falls (arXiv 2509.25149, appendix D).
+    """
+    schedule, optim, forward = config.schedule(), config.optim, treatment_of(name).recipe.fprop
+    falls = optim.steps - round(optim.decay * optim.steps)
+    for start, (_, recipe) in zip(schedule.starts, schedule.changes, strict=True) if schedule else ():
+        leaves, forward = forward is not None and recipe.fprop is None, recipe.fprop
+        if leaves and optim.schedule == "wsd" and start > falls:
+            return [
+                f"{name}: its forward is in high precision from step {start + 1} on, but the learning rate falls from "
+                f"step {falls + 1} on (decay={optim.decay}); published schedules change before it falls: give the "
+                "change an earlier step, or a shorter --decay"
+            ]
+    return []
 
 
 def _later(config: TrainConfig) -> list[hb.Recipe]:

@@ -2,6 +2,7 @@
 
 import csv
 import dataclasses
+import re
 import sys
 
 import pytest
@@ -12,7 +13,8 @@ from halfbyte import cli, recipes
 from halfbyte.train import commands, loop, options
 from halfbyte.train import config as configs
 from halfbyte.train.asked import read_options
-from halfbyte.train.treatment import applied, schedules_of, treatment_of
+from halfbyte.train.optim import learning_rate
+from halfbyte.train.treatment import applied, check_command, notes, refuse_twins, schedules_of, treatment_of
 
 NVFP4 = recipes.nvfp4
 WEIGHTS = recipes.four_over_six(scope="weights")
@@ -208,6 +210,69 @@ def test_who_follows_the_schedule_of_a_comparison():
     assert schedules_of(config, ("bf16", "nvfp4")) == {"bf16": "", "nvfp4": "0.5:bf16"}
     asked = schedules_of(config, ("bf16", "nvfp4", "nvfp4+schedule", "mxfp8+late(0.5)"))
     assert asked == {"bf16": "", "nvfp4": "", "nvfp4+schedule": "0.5:bf16", "mxfp8+late(0.5)": "0.5:bf16/mxfp8"}
+
+
+@pytest.mark.parametrize(
+    "recipe, schedule, words",
+    [
+        ("nvfp4+late(0.2)", "0.5:bf16", r"brings the schedule 0.8:bf16/nvfp4; leave out one"),
+        ("nvfp4+schedule(0.5:mxfp8)", "auto:bf16", "brings the schedule 0.5:mxfp8"),
+        ("nvfp4", "0.5:nvfp4", "it changes to the recipe that the run has by then"),
+        ("nvfp4", "0.2:bf16,0.5:bf16/bf16", "it changes to the recipe that the run has by then"),
+        ("nvfp4(rht=16)", "auto:nvfp4", "it changes to the recipe that the run has by then"),
+        ("bf16", "auto:nvfp4", "bf16 rounds nothing, so that it would never switch"),
+    ],
+)
+def test_a_run_refuses_a_schedule_that_is_not_followed_or_changes_nothing(recipe, schedule, words, tmp_path, capsys):
+    command = ["train", "--preset", "tiny", "--out", str(tmp_path / "out"), "--recipe", recipe]
+    assert cli.main([*command, "--recipe-schedule", schedule]) == 2
+    said = capsys.readouterr().err
+    assert f"recipe_schedule={schedule!r}: " in said and re.search(words, said) and not (tmp_path / "out").exists()
+
+
+def test_a_run_may_say_its_own_schedule_and_change_back():
+    for recipe, schedule in (("nvfp4+late(0.2)", "0.8:bf16/nvfp4"), ("nvfp4", "0.2:bf16,0.5:nvfp4"), ("bf16", "")):
+        check_command(dataclasses.replace(configs.tiny(), recipe_schedule=schedule), recipe)
+
+
+@pytest.mark.parametrize("name", ["nvfp4+schedule(0.5:nvfp4)", "nvfp4+schedule(auto:nvfp4)"])
+def test_a_change_of_the_run_that_changes_nothing_is_refused(name):
+    with pytest.raises(ValueError, match="changes to the recipe that the run has by then"):
+        applied(configs.tiny(), name)
+
+
+@pytest.mark.parametrize(
+    "recipe, changes, step",
+    [
+        ("nvfp4+late(0.2)", {"decay": 0.3}, 81),
+        ("nvfp4+late(0.2)", {"decay": 0.2}, None),
+        ("nvfp4+late(0.2)", {"decay": 0.0}, None),
+        ("nvfp4+late(0.2)", {"decay": 0.3, "schedule": "cosine"}, None),
+        ("nvfp4+late(0.45)", {"decay": 0.3}, None),
+        ("nvfp4+schedule(0.75:mxfp8,0.9:bf16/mxfp8)", {"decay": 0.3}, 91),
+        ("nvfp4+schedule(0.9:nvfp4_mxfp8_bwd)", {"decay": 0.3}, None),
+        ("mxfp8/nvfp4", {"decay": 0.3}, None),
+    ],
+)
+def test_a_forward_that_leaves_4_bits_while_the_learning_rate_falls_is_said(recipe, changes, step):
+    config = configs.tiny()
+    config = dataclasses.replace(config, optim=dataclasses.replace(config.optim, steps=100, warmup=0.1, **changes))
+    said = notes(applied(config, recipe), recipe)
+    if step is None:
+        assert said == []
+        return
+    rates = [learning_rate(config.optim, i) for i in range(100)]
+    falls = next(i for i in range(20, 100) if rates[i] < rates[i - 1])
+    (line,) = said
+    assert line.startswith(f"{recipe}: its forward is in high precision from step {step} on, but the learning rate")
+    assert f"falls from step {falls + 1} on (decay=0.3)" in line
+
+
+def test_one_treatment_in_two_wordings_is_named_once():
+    for names in (("bf16", "nvfp4", "nvfp4()"), ("nvfp4", "nvfp4(sr=on,rht=16)"), ("nvfp4@all", "nvfp4()@all")):
+        with pytest.raises(ValueError, match=r"^recipes: .* is nvfp4.* in other words; name it once"):
+            refuse_twins(names)
+    refuse_twins(("bf16", "nvfp4", "nvfp4@all", "nvfp4+bits(1)", "nvfp4+lr(0.1)", "nvfp4+schedule", "nvfp4(rht=none)"))
 
 
 def test_identities_of_before_are_unchanged_and_others_differ():

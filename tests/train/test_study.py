@@ -253,6 +253,22 @@ def test_what_ended_is_kept_at_once(file):
     assert league.read_results(kept, found.recipes, found.seeds).keys() == {("bf16", 0)}
 
 
+def test_what_is_to_be_said_of_a_run_is_said_once_by_every_command(file, capfd, monkeypatch):
+    """Here that a forward leaves 4 bits while the learning rate falls: steps 3 and 4 of 4 with a --decay of 0.75."""
+    monkeypatch.setattr(jobs, "run_side_by_side", run_here)
+    name, words = "nvfp4(rht=none)+late(0.5)", "from step 3 on, but the learning rate falls from step 2 on"
+    more = ["--warmup", "0", "--decay", "0.75"]
+    with monkeypatch.context() as patch:
+        patch.setattr(jobs, "run_side_by_side", lambda *given, **rest: jobs.Outcome())
+        assert cli.main(["study", str(file), "--", *more]) == 0
+    assert capfd.readouterr().out.count(words) == 1
+    options = ["--preset", "tiny", "--corpus", "corpus", "--cache", "cache", "--steps", "4", *more]
+    assert cli.main(["train", "--recipe", name, "--out", "runs/one", *options]) == 0
+    assert capfd.readouterr().err.count(words) == 1
+    assert cli.main(["compare", "--recipes", f"bf16,{name}", "--out", "runs/two", *options]) == 0
+    assert capfd.readouterr().err.count(words) == 1
+
+
 def test_minutes_count_the_time_that_reading_the_text_takes(file, monkeypatch):
     """Whoever has a machine for so long has it for no longer where a tokenizer is trained first."""
     found, load, clock, given = study.read_study(file), study.data.load_data, [100.0], []
