@@ -28,6 +28,7 @@ from halfbyte.distributed.journey import (
     journey,
     tell_of_failure,
 )
+from halfbyte.distributed.same import agree_to_gather
 from halfbyte.distributed.tied import refuse_tied
 from halfbyte.functional import grouped_linear
 from halfbyte.functional.autocast import autocast_dtype
@@ -36,6 +37,7 @@ from halfbyte.functional.foreign import is_foreign, refuse_foreign
 from halfbyte.layout import Blocks
 from halfbyte.nn.earlier import ExpertsHere, amaxes_of_experts
 from halfbyte.nn.grouped import GroupedLinear, GroupedRecipe
+from halfbyte.nn.linear import describe_recipe
 from halfbyte.ops import check_offsets, constant
 from halfbyte.rng import GROUP_SEED_STEP, RANK_SEED_STEP, SEED_LIMIT, StreamPhilox, as_signed64
 from halfbyte.spec import NVFP4
@@ -322,7 +324,8 @@ def shard_experts_(
         What sends tokens to their experts and back.
 
     Raises:
-        ValueError, TypeError: something of the module does not go with it, by name.
+        ValueError, TypeError: something of the module does not go with it, or ranks ask for different things or have
+            other experts or recipes, by name.
     """
     layers = _layers(module)
     experts = next(iter(layers.values())).experts
@@ -337,6 +340,10 @@ def shard_experts_(
     reading = [layers[name] for name in readers]
     if dispatch == "nvfp4":
         _check_recipes(dict(zip(readers, reading, strict=True)), features)
+    asked = {"dispatch": dispatch, "capacity": capacity, "readers": readers, "reduce": reduce}
+    facts = [(name, str(value)) for name, value in asked.items()]
+    facts += [(name, f"{tuple(layer.weight.shape)}, {describe_recipe(layer.recipe)}") for name, layer in layers.items()]
+    agree_to_gather("shard_experts_", mesh.mesh.flatten().tolist(), None, facts)
     exchange = ExpertExchange(ranks, reading, dispatch, capacity, next(iter(layers.values())))
     for name, layer in layers.items():
         share_parameters_(layer, lambda _, data: _shared(data, mesh, src_data_rank))

@@ -143,9 +143,10 @@ def model_problem(model: nn.Module, params: Mapping[str, Tensor], replaced: Iter
             return f"model: {name} is on {param.device}, {first} on {device}; move all of it to one device"
         if is_sharded(param):
             return (
-                f"model: {name} is sharded already, as fully_shard leaves it, and a ZeroOptimizer shards whole "
-                "parameters itself: build it for the model without fully_shard; or keep fully_shard, call "
-                "hb.distributed.fsdp_gather_nvfp4_(model) and step it by any torch optimizer"
+                f"model: {name} is sharded already, as fully_shard, parallelize_module and shard_embedding_ leave it; "
+                "a ZeroOptimizer shards whole parameters itself: build it for the model without fully_shard and the "
+                "others; or step what they made by any torch optimizer, under fully_shard after "
+                "hb.distributed.fsdp_gather_nvfp4_(model)"
             )
         if isinstance(param, PrimaryWeight) and not param.without_masters:
             return f"model: {name} exists in NVFP4 only, of an earlier ZeroOptimizer for instance; build the model anew"

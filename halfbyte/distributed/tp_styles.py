@@ -18,10 +18,14 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ParallelStyle
 
+from halfbyte.distributed.same import agree_to_gather
 from halfbyte.distributed.tied import refuse_tied
 from halfbyte.functional.sharded import run_parts
-from halfbyte.nn.linear import Linear, LinearLayer, gather
+from halfbyte.nn.linear import Linear, LinearLayer, describe_recipe, gather
 from halfbyte.nn.shared_input import SharedInput
+
+STYLES = "NVFP4Colwise, NVFP4Rowwise"
+"""In whose name ranks meet."""
 
 
 @dataclass(frozen=True)
@@ -74,7 +78,8 @@ class NVFP4Colwise(ParallelStyle):
         use_local_output: return what this rank holds, not a DTensor.
 
     Raises:
-        ValueError: a name stands there twice; when applied, a weight is another layer's too.
+        ValueError: a name stands there twice; when applied, a weight is another layer's too, is shared already or has a
+            main_grad, or ranks have other shapes or recipes.
     """
 
     def __init__(self, *names: str, sequence_dim: int = 1, use_local_output: bool = True) -> None:
@@ -145,6 +150,10 @@ def _check_layers(module: nn.Module, layers: dict[str, Any], mesh: DeviceMesh) -
     for name, layer in layers.items():
         _check_layer(layer, name, mesh)
     refuse_tied(module, layers.values())
+    facts = [
+        (layer.title, f"{tuple(layer.weight.shape)}, {describe_recipe(layer.recipe)}") for layer in layers.values()
+    ]
+    agree_to_gather(STYLES, mesh.mesh.flatten().tolist(), None, facts)
 
 
 def _check_layer(layer: Any, name: str, mesh: DeviceMesh) -> None:
@@ -157,3 +166,7 @@ def _check_layer(layer: Any, name: str, mesh: DeviceMesh) -> None:
         raise ValueError(f"{layer.title} shares its input in a fused module: parallelize before hb.nn.fuse_, not after")
     if layer.weight_cache is not None:
         raise ValueError(f"{layer.title} has a cached weight: call release() on the cache first")
+    if isinstance(layer.weight, DTensor):
+        raise ValueError(f"{layer.title}: its weight is shared already; give each layer one style")
+    if getattr(layer.weight, "main_grad", None) is not None:
+        raise ValueError(f"{layer.title}: its weight has a main_grad, which parts on several ranks do not add to")

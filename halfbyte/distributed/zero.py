@@ -470,6 +470,13 @@ def _check_types(model: Any, config: Any) -> None:
     for name, value, wanted in (("model", model, nn.Module), ("config", config, ZeroConfig)):
         if not isinstance(value, wanted):
             raise TypeError(f"{name} is a {type(value).__name__}: give a {wanted.__name__}")
+    kinds = {kind.__name__ for module in model.modules() for kind in type(module).__mro__}
+    if "FullyShardedDataParallel" in kinds:  # whose parameters may be empty here
+        raise ValueError(
+            "model: torch's FullyShardedDataParallel has sharded it already, and a ZeroOptimizer shards whole "
+            "parameters itself: build it for the model without; or use fully_shard, "
+            "hb.distributed.fsdp_gather_nvfp4_(model) and any torch optimizer"
+        )
 
 
 def _options_of(name: str, param: nn.Parameter, choose: Callable[[str, nn.Parameter], dict] | None) -> dict:

@@ -223,6 +223,7 @@ def refusals(rank: int, world: int) -> dict[str, str]:
     """Return what every misuse is answered with."""
     found = Answers()
     _ask_of_arguments(found.ask, world)
+    _ask_of_ranks_that_differ(found.ask, rank, world)
     _ask_of_layers(found.ask, world)
     _ask_of_forwards(found.ask, world, *given(rank, world)[::2])
     return found
@@ -248,6 +249,18 @@ def _ask_of_arguments(ask, world: int) -> None:
     ask("mxfp8", lambda: share(Experts(recipe="mxfp8"), mesh, "gate_up_proj", dispatch="nvfp4"))
     weights_alone = hb.recipes.weight_only()
     ask("weight only", lambda: share(Experts(recipe=weights_alone), mesh, "gate_up_proj", dispatch="nvfp4"))
+
+
+def _ask_of_ranks_that_differ(ask, rank: int, world: int) -> None:
+    """Ask with one thing else on the last rank: it would train apart, or wait for bytes that never come."""
+    last = rank == world - 1
+    ask("other dispatch", lambda: shared(world, "gate_up_proj", dispatch="nvfp4" if last else "plain"))
+    ask("other capacity", lambda: shared(world, capacity=8 if last else None))
+    ask("other reduce", lambda: shared(world, reduce="mean" if last else "sum"))
+
+    module = Experts()
+    module.down_proj.recipe = "four_over_six" if last else "nvfp4"
+    ask("other recipe", lambda: hb.distributed.shard_experts_(module, ranks.mesh(world, names=("ep",))))
 
 
 def _ask_of_layers(ask, world: int) -> None:

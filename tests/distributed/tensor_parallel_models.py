@@ -341,6 +341,18 @@ def refusals(rank: int, world: int) -> dict[str, str]:
     hb.nn.fuse_(fused)
     found.ask("fused", lambda: parallelize_module(fused[0].self_attn, mesh, {"q_proj": hb.distributed.NVFP4Colwise()}))
     found.ask("cached", lambda: colwise("q_proj", change=hb.cache_weights))
+
+    def sums_elsewhere(module: nn.Module) -> None:
+        module["q_proj"].weight.main_grad = torch.zeros(64, 64)
+
+    found.ask("main_grad", lambda: colwise("q_proj", change=sums_elsewhere))
+    first = {"q_proj": ColwiseParallel()}
+    found.ask("two styles", lambda: colwise("q_proj", change=lambda m: parallelize_module(m, mesh, first)))
+
+    def of_a_rank(module: nn.Module) -> None:
+        module["k_proj"].recipe = "mxfp8" if rank else "nvfp4"
+
+    found.ask("other recipe", lambda: colwise("q_proj", "k_proj", change=of_a_rank))
     frozen = projections().requires_grad_(False)
     tie(frozen, "k_proj")
     parallelize_module(frozen, mesh, hb.distributed.NVFP4Colwise("q_proj", "k_proj"))  # nothing is learned apart

@@ -19,6 +19,9 @@ REFUSED = {
     "mesh of two": r"ValueError: mesh=.*: give a mesh of one dimension, such as mesh\['tp'\]",
     "fused": "ValueError: .* shares its input in a fused module: parallelize before hb.nn.fuse_, not after",
     "cached": r"ValueError: .* has a cached weight: call release\(\) on the cache first",
+    "main_grad": "ValueError: .*: its weight has a main_grad, which parts on several ranks do not add to",
+    "two styles": "ValueError: .*: its weight is shared already; give each layer one style",
+    "other recipe": r"ValueError: .* differ: \['.*', '.*nvfp4'\] on rank 0, \['.*', '.*mxfp8'\] on rank 1",
 }
 
 

@@ -208,6 +208,10 @@ def test_parameters_that_masters_cannot_hold_are_refused():
         hb.distributed.ZeroOptimizer(torch.nn.Linear(4, 4).double())
 
 
+def test_what_fsdp1_sharded_is_refused_by_name():
+    ranks.run(2, checks.under_fsdp1)
+
+
 def test_what_is_dropped_is_freed():
     model, state, zero = checks.build(0, "nvfp4", blocks=0)
     checks.train(0, model, state, zero, range(1))

@@ -372,6 +372,18 @@ def refusals(rank: int, world: int) -> None:
     assert all(torch.equal(again["masters"][name], t) for name, t in good["masters"].items())
 
 
+def under_fsdp1(rank: int, world: int) -> None:
+    """A layer of one value leaves nothing to the second rank, where a size would be divided by."""
+    from torch.distributed.fsdp import FullyShardedDataParallel
+
+    for features in (1, 64):
+        layer, cpu = torch.nn.Linear(features, 1, bias=False), torch.device("cpu")
+        wrapped = FullyShardedDataParallel(layer, use_orig_params=True, device_id=cpu)
+        for model in (wrapped, torch.nn.Sequential(wrapped)):
+            with pytest.raises(ValueError, match="FullyShardedDataParallel has sharded it already.* use fully_shard"):
+                ZeroOptimizer(model)
+
+
 def differing_models(rank: int, world: int) -> None:
     """Other shapes, recipes or settings on one rank are an error on all, and a rank that is missing is named."""
     for options, reason in (
