@@ -32,6 +32,11 @@ def assumptions(job: Job) -> tuple[str, ...]:
     lines = []
     if computed(job):
         lines.append(f"In halfbyte and not measured yet, so computed: {', '.join(computed(job))}.")
+    if job.mesh.tp > 1:
+        lines.append(
+            "tp divides embedding, head, norms and activations too, as a model of your own can; halfbyte train --tp "
+            "shares the blocks' linear layers alone, and every rank holds the rest."
+        )
     in_values = "tensor" if job.mesh.tp > 1 else "expert" if job.mesh.ep > 1 and job.gather == "nvfp4" else ""
     if in_values and job.sharding == "fsdp" and gathers_codes(job.recipe, job.sharding):
         lines.append(f"Weights that {in_values} parallelism shares are gathered in their values, not as codes.")

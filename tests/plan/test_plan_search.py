@@ -196,3 +196,12 @@ def test_what_was_not_measured_is_told_and_what_travels_in_values():
     assert of(Mesh(dp_shard=2, ep=2), model="moe-1b") == ((experts,), [said.format("expert")])
     assert of(Mesh(dp_shard=2, ep=2, tp=2), model="moe-1b") == ((tensor, experts), [said.format("tensor")])
     assert of(Mesh(dp_shard=2, ep=2), model="moe-1b", gather="bf16") == ((experts,), [])
+
+
+def test_a_plan_with_tp_says_that_train_shares_less():
+    for mesh, expected in ((Mesh(tp=2), 1), (Mesh(dp_shard=2, tp=2), 1), (Mesh(dp_shard=2), 0)):
+        job = job_of(PlanRequest(gpus=mesh.gpus), mesh, "nothing")
+        said = [
+            line for line in assumptions(job) if "halfbyte train --tp shares the blocks' linear layers alone" in line
+        ]
+        assert len(said) == expected
