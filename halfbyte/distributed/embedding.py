@@ -21,7 +21,7 @@ from halfbyte.distributed.embedding_rows import CALL, RowPrecision, ShardedEmbed
 from halfbyte.distributed.fixed_rows import row_bytes_exchanged
 from halfbyte.distributed.head import HeadShards, exchanged_bytes, head_problem, shard_head
 from halfbyte.distributed.replacing import names_of_modules, replaced_problem
-from halfbyte.distributed.same import agree_to_gather
+from halfbyte.distributed.same import agree_on_parameters
 from halfbyte.nn.linear import Linear
 from halfbyte.notebook import ShowsText
 
@@ -147,7 +147,7 @@ def shard_embedding_(
         making.problem = replaced_problem(making.module, places)
     embeddings = {name: module for name, module in named.items() if isinstance(module, nn.Embedding)}
     rows = _choices(named, embeddings, (policy, tokens, mesh.size(mesh.ndim - 1)), making, places)
-    agree_to_gather(CALL, mesh.mesh.flatten().tolist(), None, [(row.name, str(row)) for row in rows])
+    agree_on_parameters(CALL, mesh.mesh.flatten().tolist(), None, [(row.name, str(row)) for row in rows])
     making = None if making is None or rows[-1].reason else making
     sharded: list[ShardedEmbedding] = []
     weights: dict[int, nn.Parameter] = {}

@@ -28,7 +28,7 @@ from halfbyte.distributed.journey import (
     journey,
     tell_of_failure,
 )
-from halfbyte.distributed.same import agree_to_gather
+from halfbyte.distributed.same import agree_on_parameters
 from halfbyte.distributed.tied import refuse_tied
 from halfbyte.functional import grouped_linear
 from halfbyte.functional.autocast import autocast_dtype
@@ -343,7 +343,7 @@ def shard_experts_(
     asked = {"dispatch": dispatch, "capacity": capacity, "readers": readers, "reduce": reduce}
     facts = [(name, str(value)) for name, value in asked.items()]
     facts += [(name, f"{tuple(layer.weight.shape)}, {describe_recipe(layer.recipe)}") for name, layer in layers.items()]
-    agree_to_gather("shard_experts_", mesh.mesh.flatten().tolist(), None, facts)
+    agree_on_parameters("shard_experts_", mesh.mesh.flatten().tolist(), None, facts)
     exchange = ExpertExchange(ranks, reading, dispatch, capacity, next(iter(layers.values())))
     for name, layer in layers.items():
         share_parameters_(layer, lambda _, data: _shared(data, mesh, src_data_rank))

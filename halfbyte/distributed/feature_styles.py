@@ -24,6 +24,7 @@ from halfbyte.functional.foreign import is_foreign, refuse_foreign
 from halfbyte.functional.parts import part_here
 from halfbyte.functional.split import NAMES, LayerSplit, chunks
 from halfbyte.nn.grouped import GroupedLinear, GroupedRecipe
+from halfbyte.nn.linear import LinearLayer
 from halfbyte.rng import AnyPhilox
 from halfbyte.tensor import QuantTensor
 
@@ -130,10 +131,10 @@ def share_parameters_(module: nn.Module, share: Callable[[str, Tensor], Tensor])
         setattr(module, name, nn.Parameter(share(name, param.detach()), requires_grad=param.requires_grad))
 
 
-def refuse_main_grad(layer: GroupedRecipe, weight: Any) -> None:
+def refuse_main_grad(layer: GroupedRecipe | LinearLayer, weight: Any) -> None:
     """Raise ValueError if a weight has a main_grad."""
     if getattr(weight, "main_grad", None) is not None:
-        raise ValueError(f"{layer.title}: its weight has a main_grad, which experts of several ranks do not add to")
+        raise ValueError(f"{layer.title}: its weight has a main_grad, which parts on several ranks do not add to")
 
 
 @dataclass(frozen=True)

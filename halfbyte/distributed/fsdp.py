@@ -47,7 +47,7 @@ from halfbyte.distributed.fsdp_reading import Reading, reading_of
 from halfbyte.distributed.fsdp_report import GatherReport, GatherRow
 from halfbyte.distributed.fsdp_rows import RowCast
 from halfbyte.distributed.fsdp_weight import GatheredWeight, Precision
-from halfbyte.distributed.same import agree_to_gather
+from halfbyte.distributed.same import agree_on_parameters
 from halfbyte.functional.foreign import is_sharded
 from halfbyte.nn.grouped import GroupedLinear
 from halfbyte.nn.linear import LinearLayer
@@ -86,7 +86,7 @@ def fsdp_gather_nvfp4_(model: nn.Module, *, dtype: torch.dtype | None = None) ->
     homes = homes_of(model)
     chosen, reasons = _choose(model, homes)
     problem = _problem(model, chosen, reasons) or _twice_rounded(homes, dtype)
-    agree_to_gather(CALL, members_of(None), problem, _facts(homes, chosen, reasons, dtype))
+    agree_on_parameters(CALL, members_of(None), problem, _facts(homes, chosen, reasons, dtype))
     gather = WeightGather(model, homes, GatherChoice(chosen, reasons, dtype))
     report = gather.report
     for what, kept in (("values", report.kept), ("values for the backward", report.kept_in_backward)):

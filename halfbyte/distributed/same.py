@@ -44,14 +44,16 @@ def check_same_experts(notes: list[dict[tuple[int, ...], list]], group: dist.Pro
                 )
 
 
-def agree_to_gather(call: str, members: Sequence[int], problem: str | None, facts: Sequence[tuple[str, str]]) -> None:
+def agree_on_parameters(
+    call: str, members: Sequence[int], problem: str | None, facts: Sequence[tuple[str, str]]
+) -> None:
     """Raise ValueError on every rank if one of them has a problem, or if they are about to do different things.
 
     Args:
         call: the function in whose name they meet.
         members: global ranks.
         problem: what is wrong on this rank, or None.
-        facts: (name, what is done with it) of every parameter, in order.
+        facts: (name, what is done with it) of every parameter or option, in order.
     """
     notes = exchange_among(members, [problem, [list(fact) for fact in facts]], call)
     for rank, (text, _) in zip(members, notes, strict=True):

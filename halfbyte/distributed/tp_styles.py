@@ -18,7 +18,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ParallelStyle
 
-from halfbyte.distributed.same import agree_to_gather
+from halfbyte.distributed.feature_styles import refuse_main_grad
+from halfbyte.distributed.same import agree_on_parameters
 from halfbyte.distributed.tied import refuse_tied
 from halfbyte.functional.sharded import run_parts
 from halfbyte.nn.linear import Linear, LinearLayer, describe_recipe, gather
@@ -153,7 +154,7 @@ def _check_layers(module: nn.Module, layers: dict[str, Any], mesh: DeviceMesh) -
     facts = [
         (layer.title, f"{tuple(layer.weight.shape)}, {describe_recipe(layer.recipe)}") for layer in layers.values()
     ]
-    agree_to_gather(STYLES, mesh.mesh.flatten().tolist(), None, facts)
+    agree_on_parameters(STYLES, mesh.mesh.flatten().tolist(), None, facts)
 
 
 def _check_layer(layer: Any, name: str, mesh: DeviceMesh) -> None:
@@ -168,5 +169,4 @@ def _check_layer(layer: Any, name: str, mesh: DeviceMesh) -> None:
         raise ValueError(f"{layer.title} has a cached weight: call release() on the cache first")
     if isinstance(layer.weight, DTensor):
         raise ValueError(f"{layer.title}: its weight is shared already; give each layer one style")
-    if getattr(layer.weight, "main_grad", None) is not None:
-        raise ValueError(f"{layer.title}: its weight has a main_grad, which parts on several ranks do not add to")
+    refuse_main_grad(layer, layer.weight)

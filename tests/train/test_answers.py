@@ -247,10 +247,16 @@ def test_a_model_without_finite_chances_finds_nothing():
         accuracy(subject, [Question(context="ab", choices=("cd", "xx"), answer=0)], 64)
 
 
-def test_items_of_held_out_text(tmp_path):
+def choices_script():
+    """Return experiments/choices.py as a module."""
     spec = importlib.util.spec_from_file_location("choices", SCRIPT)
     script = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(script)
+    return script
+
+
+def test_items_of_held_out_text(tmp_path):
+    script = choices_script()
     texts = ["\n".join(f"    line {i} of the text number {t}" for i in range(60)) for t in range(10)]
     (tmp_path / "p.jsonl").write_text("\n".join(json.dumps({"text": text}) for text in [*texts, "short"]))
     assert script.main([str(tmp_path), "--out", str(tmp_path / "items"), "--count", "25"]) == 0
@@ -275,9 +281,7 @@ def test_items_of_held_out_text(tmp_path):
     ],
 )
 def test_what_questions_refuse(words, said, tmp_path, monkeypatch, capsys):
-    spec = importlib.util.spec_from_file_location("choices", SCRIPT)
-    script = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(script)
+    script = choices_script()
     monkeypatch.chdir(tmp_path)
     (tmp_path / "texts").mkdir()
     (tmp_path / "texts" / "p.jsonl").write_text(json.dumps({"text": "short"}) + "\n")
@@ -291,9 +295,7 @@ def test_what_questions_refuse(words, said, tmp_path, monkeypatch, capsys):
     "line, said", [("{", "not JSON"), ('{"story": "a"}', "'story'"), ('{"text": 3}', "field 'text' is a number")]
 )
 def test_questions_name_a_record_that_is_none(line, said, tmp_path, capsys):
-    spec = importlib.util.spec_from_file_location("choices", SCRIPT)
-    script = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(script)
+    script = choices_script()
     (tmp_path / "p.jsonl").write_text(f'{{"text": "a"}}\n{line}\n')
     with pytest.raises(SystemExit) as ended:
         script.main([str(tmp_path), "--out", str(tmp_path / "items")])
